@@ -1,0 +1,101 @@
+"""mpift: fault-tolerant data-parallel training over MPI.
+
+The framework-neutral face. ``import mpift.torch as hvd`` is the one for PyTorch. Importing this
+package loads neither MPI nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpift._version import __version__
+from mpift.config import Config
+from mpift.errors import (
+    ConfigError,
+    ExitCode,
+    GradientError,
+    MismatchError,
+    MpiftError,
+    NotInitializedError,
+    QuorumLostError,
+    RootLostError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from mpift.communicator import Communicator
+
+__all__ = [
+    "Communicator",
+    "Config",
+    "ConfigError",
+    "ExitCode",
+    "GradientError",
+    "MismatchError",
+    "MpiftError",
+    "NotInitializedError",
+    "QuorumLostError",
+    "RootLostError",
+    "TransportError",
+    "__version__",
+    "init",
+    "is_initialized",
+    "rank",
+    "report",
+    "shutdown",
+    "size",
+]
+
+
+def init(comm: Any = None, config: Config | None = None) -> None:
+    """Start mpift in this process; a second call does nothing. See ``Communicator``."""
+    from mpift import runtime
+
+    runtime.start(comm, config)
+
+
+def shutdown() -> None:
+    """Leave the job; waits until all others have left too. Done by itself at a normal exit."""
+    from mpift import runtime
+
+    runtime.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called, and ``shutdown`` wasn't since."""
+    from mpift import runtime
+
+    return runtime.is_running()
+
+
+def rank() -> int:
+    """This process's position in the present view."""
+    from mpift import runtime
+
+    return runtime.current().rank
+
+
+def size() -> int:
+    """Live processes in the present view."""
+    from mpift import runtime
+
+    return runtime.current().view.size
+
+
+def report(**values: Any) -> None:
+    """Show values (loss, accuracy...) in the launcher's status line and keep them in its summary.
+
+    Only rank 0's count. Values must be plain: numbers, strings, booleans, lists of these.
+    """
+    from mpift import runtime
+
+    runtime.current().report_values(values)
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: Communicator needs numpy, which the command line's --help does not.
+    if name == "Communicator":
+        from mpift.communicator import Communicator
+
+        return Communicator
+    raise AttributeError(f"module 'mpift' has no attribute {name!r}")

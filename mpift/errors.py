@@ -1,0 +1,60 @@
+"""The exceptions that mpift raises, and the exit codes that it leaves with.
+
+One small tree: everything a caller may want to catch is a ``MpiftError``. A message names the rank,
+host, tensor, path or setting, what was found, what was expected, and what to do next.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """What ``mpift run`` and a rank that gives up leave with; 128 + N means signal N."""
+
+    OK = 0
+    SCRIPT_FAILED = 1
+    USAGE = 2
+    QUORUM_LOST = 3
+    RESTARTS_EXHAUSTED = 4
+    CHECKPOINT_DAMAGED = 5
+
+
+class MpiftError(Exception):
+    """Base of all errors of mpift."""
+
+
+class ConfigError(MpiftError, ValueError):
+    """A setting is unknown, malformed or out of range; the message names key, value and source."""
+
+
+class HostfileError(MpiftError, ValueError):
+    """A hostfile or host list cannot be read; the message gives file, line and column."""
+
+
+class ChaosError(MpiftError, ValueError):
+    """A fault schedule cannot be parsed; the message points at the offending item."""
+
+
+class NotInitializedError(MpiftError, RuntimeError):
+    """An operation was called before ``init()`` or after ``shutdown()``."""
+
+
+class MismatchError(MpiftError, RuntimeError):
+    """Ranks called a collective with different kind, dtype, shape, root or operator."""
+
+
+class RootLostError(MpiftError, RuntimeError):
+    """The root of a broadcast died before anybody had its data."""
+
+
+class GradientError(MpiftError, RuntimeError):
+    """Gradients were produced or consumed in an order that cannot be reduced."""
+
+
+class QuorumLostError(MpiftError, RuntimeError):
+    """Too few members are left to go on safely."""
+
+
+class TransportError(MpiftError, RuntimeError):
+    """MPI cannot be used, or keeps failing although nobody died."""

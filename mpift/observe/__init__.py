@@ -1,0 +1,1 @@
+"""What a running job tells the world: events as lines."""

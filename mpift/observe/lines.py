@@ -1,0 +1,57 @@
+"""Events as lines: JSON for the launcher where there is one, plain words on stderr otherwise."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from mpift.core import events
+
+EVENT_FD_VARIABLE = "MPIFT_EVENT_FD"
+
+
+def subscriber(environment: Mapping[str, str] = os.environ) -> Callable[[events.Event], None]:
+    """Where this process's events go: the descriptor that a launcher opened, else stderr."""
+    text = environment.get(EVENT_FD_VARIABLE, "")
+    if not text.isdigit():
+        return _print_in_words
+    descriptor = int(text)
+
+    def write(event: events.Event) -> None:
+        try:
+            os.write(descriptor, (events.encode(event) + "\n").encode())
+        except OSError:
+            _print_in_words(event)  # the launcher is gone
+
+    return write
+
+
+def warn(text: str) -> None:
+    """One line of warning on stderr."""
+    print(f"mpift: warning: {text}", file=sys.stderr, flush=True)
+
+
+def _print_in_words(event: events.Event) -> None:
+    words = in_words(event)
+    if words:
+        print(f"mpift: {words}", file=sys.stderr, flush=True)
+
+
+def in_words(event: events.Event) -> str | None:
+    """One line for a person, or None for events that only a program wants."""
+    match event:
+        case events.FaultInjected(fault=fault, member=member):
+            return f"fault schedule: {fault} strikes member {member}"
+        case events.ViewChanged(lost=()):
+            return None
+        case events.ViewChanged(members=members, lost=lost, rebuild_seconds=seconds):
+            gone = ", ".join(map(str, lost))
+            ranks = "rank goes" if len(members) == 1 else "ranks go"
+            return f"lost member {gone}; {len(members)} {ranks} on (rebuilt in {seconds:.3f} s)"
+        case events.RankFailed(member=member, host=host, reason=reason, exit_code=code):
+            return f"member {member} ({host}) ends with code {code}: {reason}"
+        case events.JobStopped(reason=reason, exit_code=code):
+            return f"the job stops with code {code}: {reason}"
+        case _:
+            return None

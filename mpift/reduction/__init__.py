@@ -1,0 +1,1 @@
+"""Reductions on lanes: flat gradient buckets, and collectives on numpy arrays."""

@@ -1,0 +1,161 @@
+"""Flat fusion buffers: how parameters are laid out in buckets, and the memory behind them.
+
+A bucket holds parameters of one dtype and, at its end, one used-count a parameter and the
+participation count, all as elements of the sum:
+
+    [ parameter 0 | parameter 1 | ... | used 0 | used 1 | ... | participation ]
+
+So every rank reads from the result alone how many ranks took part and whether anybody used a
+parameter. Half types are widened to float32, because MPI has no half-precision sum.
+
+Copies a gradient byte: one in (``p.grad`` to the contribution), one out (result to ``p.grad``, the
+division included). ``p.grad`` never aliases either, since users clip and zero it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpift.errors import GradientError
+
+# What is summed as what. Complex gradients are seen as pairs of reals by the caller.
+SUM_DTYPES = {
+    "float16": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies: elements [start, stop) of its bucket, and its used-count."""
+
+    parameter: int
+    start: int
+    stop: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A slice of the flat gradient. ``length`` counts elements, counts included."""
+
+    dtype: np.dtype
+    slots: tuple[Slot, ...]
+    length: int
+
+    @property
+    def participation(self) -> int:
+        """Index of the participation count."""
+        return self.length - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All buckets, in the one order in which every rank starts them."""
+
+    buckets: tuple[Bucket, ...]
+
+    def place_of(self, parameter: int) -> tuple[int, Slot]:
+        """(bucket number, slot) of a parameter."""
+        for number, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                if slot.parameter == parameter:
+                    return number, slot
+        raise KeyError(parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What the layout needs to know of a parameter: name, elements, dtype by its torch name."""
+
+    name: str
+    elements: int
+    dtype: str
+
+
+def lay_out(
+    parameters: Sequence[ParameterSpec], first_bytes: int, bucket_bytes: int
+) -> Layout:
+    """Buckets for ``parameters``, last one first: backward produces gradients in about that order.
+
+    The first bucket of the order closes at ``first_bytes``, the others at ``bucket_bytes``. Dtypes
+    are kept apart. Raises ``GradientError`` for a dtype that has no sum.
+    """
+    open_buckets: dict[str, list[int]] = {}
+    closed: list[tuple[str, list[int]]] = []
+    sizes: dict[str, int] = {}
+    for number in reversed(range(len(parameters))):
+        spec = parameters[number]
+        if spec.dtype not in SUM_DTYPES:
+            raise GradientError(
+                f"parameter {spec.name!r} has dtype {spec.dtype}, whose gradients cannot be"
+                f" reduced; known: {', '.join(SUM_DTYPES)}"
+            )
+        open_buckets.setdefault(spec.dtype, []).append(number)
+        size = sizes.get(spec.dtype, 0) + spec.elements * SUM_DTYPES[spec.dtype].itemsize
+        limit = bucket_bytes if closed else first_bytes
+        if size >= limit:
+            closed.append((spec.dtype, open_buckets.pop(spec.dtype)))
+            size = 0
+        sizes[spec.dtype] = size
+    closed += open_buckets.items()
+    return Layout(tuple(_bucket(parameters, dtype, numbers) for dtype, numbers in closed))
+
+
+def _bucket(parameters: Sequence[ParameterSpec], dtype: str, numbers: Iterable[int]) -> Bucket:
+    numbers = list(numbers)
+    total = sum(parameters[number].elements for number in numbers)
+    slots, start = [], 0
+    for position, number in enumerate(numbers):
+        stop = start + parameters[number].elements
+        slots.append(Slot(number, start, stop, total + position))
+        start = stop
+    return Bucket(SUM_DTYPES[dtype], tuple(slots), total + len(numbers) + 1)
+
+
+class Buffers:
+    """The memory of one layout: a contribution and two results a bucket.
+
+    Two results, because the last completed round's must stay for a hand-over while the next is
+    being received. A buffer that MPI may still touch after a fault is replaced, never reused.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.contributions = [_zeros(bucket) for bucket in layout.buckets]
+        self._results = [[_zeros(b) for b in layout.buckets] for _ in range(2)]
+        self._zeros: list[np.ndarray | None] = [None] * len(layout.buckets)
+
+    def result(self, round_: int, bucket: int) -> np.ndarray:
+        """Where ``bucket`` of ``round_`` is received."""
+        return self._results[round_ % 2][bucket]
+
+    def zeros(self, bucket: int) -> np.ndarray:
+        """A contribution of nothing: no data, nobody used anything, no participation."""
+        zeros = self._zeros[bucket]
+        if zeros is None:
+            zeros = self._zeros[bucket] = _zeros(self.layout.buckets[bucket])
+        return zeros
+
+    def replace_result(self, round_: int, bucket: int) -> np.ndarray:
+        """A fresh buffer in place of one that may still be written to."""
+        fresh = _zeros(self.layout.buckets[bucket])
+        self._results[round_ % 2][bucket] = fresh
+        return fresh
+
+    def drop_zeros(self, bucket: int) -> None:
+        """Forget the zeros of a bucket: whoever still reads them keeps them."""
+        self._zeros[bucket] = None
+
+    def replace_contribution(self, bucket: int) -> None:
+        """A fresh buffer in place of one that may still be read from."""
+        self.contributions[bucket] = _zeros(self.layout.buckets[bucket])
+
+
+def _zeros(bucket: Bucket) -> np.ndarray:
+    return np.zeros(bucket.length, bucket.dtype)

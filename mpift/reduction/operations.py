@@ -1,0 +1,282 @@
+"""Collectives on numpy arrays that survive faults: the workload of lane 0.
+
+Every operation has two parts in turn. A small all-gather of headers tells each rank what the others
+called: a mismatch is an error on every rank and the job goes on, and ranks that have left count as
+neutral. Then the payload moves. After a fault the survivors redo the operation among themselves,
+unless one of them has its result already and hands it over.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpift.core import rounds
+from mpift.errors import MismatchError, MpiftError, RootLostError
+from mpift.transport.lane import Started
+from mpift.transport.world import LaneReport, World
+
+OPERATORS = ("sum", "min", "max", "product")
+MAX_DIMENSIONS = 8
+
+# member, kind, dtype, operator, root member, dimensions, shape
+_HEADER_FIELDS = 6 + MAX_DIMENSIONS
+_DTYPES = tuple(
+    np.dtype(name)
+    for name in (
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split()
+    )
+)
+
+
+class Kind(enum.IntEnum):
+    """What an operation does; JOINED stands for a rank that has left its loop."""
+
+    JOINED = 0
+    BARRIER = 1
+    ALLREDUCE = 2
+    BROADCAST = 3
+    ALLGATHER = 4
+    OPEN_LANE = 5
+
+
+class _Status(enum.IntEnum):
+    """How an operation ended, carried along in a hand-over."""
+
+    DONE = 0
+    MISMATCH = 1
+    ROOT_LOST = 2
+
+
+_ERRORS: dict[_Status, type[MpiftError]] = {
+    _Status.MISMATCH: MismatchError,
+    _Status.ROOT_LOST: RootLostError,
+}
+
+
+@dataclass(slots=True)
+class Operation:
+    """One call on this rank. ``root`` is a member id. The array is never written to."""
+
+    kind: Kind
+    array: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    operator: str = "sum"
+    root: int = -1
+    result: np.ndarray | None = None
+    error: MpiftError | None = None
+    reduced_in: int = -1  # epoch of the view that carried it out
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def header(self, member: int) -> np.ndarray:
+        """int64[14]: what this rank says it calls."""
+        shape = self.array.shape
+        row = np.zeros(_HEADER_FIELDS, np.int64)
+        row[:6] = (
+            member,
+            self.kind,
+            _DTYPES.index(self.array.dtype),
+            OPERATORS.index(self.operator),
+            self.root,
+            len(shape),
+        )
+        row[6 : 6 + len(shape)] = shape
+        return row
+
+    def check(self) -> None:
+        """Raise ``MismatchError`` for what no header can carry."""
+        if self.array.dtype not in _DTYPES:
+            names = ", ".join(map(str, _DTYPES))
+            raise MismatchError(f"arrays of dtype {self.array.dtype} are not supported: {names}")
+        if self.array.ndim > MAX_DIMENSIONS:
+            raise MismatchError(
+                f"an array of {self.array.ndim} dimensions is not supported, at most"
+                f" {MAX_DIMENSIONS}"
+            )
+
+
+class Operations:
+    """See the module's docstring; a ``Workload`` of two buckets in turn: headers, payload."""
+
+    buckets = 2
+    in_turn = True
+
+    def __init__(self, member: int) -> None:
+        self._member = member
+        self._joined = Operation(Kind.JOINED)
+        self._current: Operation | None = None
+        self._headers = np.zeros((0, _HEADER_FIELDS), np.int64)
+        self._received = np.zeros(0, np.uint8)
+        self._status = _Status.DONE
+        self._error = ""
+
+    def begin(self, operation: Operation) -> None:
+        """The operation of the open round; called once its predecessor is done."""
+        self._current = operation
+
+    # -- the two parts -----------------------------------------------------------------------------
+
+    def start(self, world: World, comm: Any, start: rounds.Start) -> Started | None:
+        operation = (self._current or self._joined) if start.real else self._joined
+        if start.bucket == 0:
+            mine = operation.header(self._member)
+            self._headers = np.empty((comm.size, _HEADER_FIELDS), np.int64)
+            request = comm.Iallgather(mine, self._headers)
+            return Started(request, (mine, self._headers))
+        self._status, self._error = _inspect(self._headers, world.view.members)
+        if self._status is not _Status.DONE:
+            self._received = np.frombuffer(self._error.encode(), np.uint8).copy()
+            return None
+        return self._move(world, comm, operation)
+
+    def participants(self, bucket: int) -> int:
+        return int(np.count_nonzero(self._headers[:, 1] != Kind.JOINED))
+
+    def _move(self, world: World, comm: Any, operation: Operation) -> Started | None:
+        """The payload; ranks that have left take their part's shape from the others' headers."""
+        active = self._headers[self._headers[:, 1] != Kind.JOINED]
+        kind, dtype, shape = _described(active[0])
+        name = OPERATORS[int(active[0, 3])]
+        if kind is Kind.ALLREDUCE:
+            send = operation.array
+            if operation.kind is Kind.JOINED:
+                send = np.full(shape, _neutral(name, dtype), dtype)
+            self._received = np.empty(shape, dtype)
+            request = comm.Iallreduce(send, self._received, world.operator(name))
+            return Started(request, (send, self._received))
+        if kind is Kind.BROADCAST:
+            root = int(active[0, 4])
+            self._received = (
+                operation.array.copy() if root == self._member else np.empty(shape, dtype)
+            )
+            request = comm.Ibcast(self._received, root=world.view.rank_of(root))
+            return Started(request, (self._received,))
+        if kind is Kind.ALLGATHER:
+            return self._gather(comm, operation, shape[1:], dtype)
+        self._received = np.zeros(0, np.uint8)
+        return None
+
+    def _gather(
+        self, comm: Any, operation: Operation, tail: tuple[int, ...], dtype: np.dtype
+    ) -> Started:
+        """All-gather along the first dimension, as bytes: any dtype, any length a rank."""
+        lengths = np.where(self._headers[:, 1] != Kind.JOINED, self._headers[:, 6], 0)
+        row = int(np.prod(tail, dtype=np.int64)) * dtype.itemsize
+        counts = (lengths * row).tolist()
+        starts = np.concatenate(([0], np.cumsum(counts)[:-1])).tolist()
+        joined = operation.kind is Kind.JOINED
+        send = np.zeros(0, np.uint8) if joined else _bytes(operation.array)
+        self._received = np.empty((int(lengths.sum()), *tail), dtype)
+        receive = [_bytes(self._received), counts, starts, _byte_type(comm)]
+        request = comm.Iallgatherv(send, receive)
+        return Started(request, (send, self._received, receive))
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def deliver(self, round_: int, reduced_in: int) -> None:
+        operation, self._current = self._current, None
+        if operation is None:
+            return  # this rank has left; the others' operation was theirs alone
+        if self._status is _Status.DONE:
+            operation.result = self._received
+        else:
+            operation.error = _ERRORS[self._status](self._error)
+        operation.reduced_in = reduced_in
+        operation.done.set()
+
+    def report(self) -> tuple[int, int]:
+        return self._received.nbytes, int(self._status)
+
+    def result_to_give(self) -> Sequence[np.ndarray]:
+        return [_bytes(self._received)] if self._received.nbytes else []
+
+    def result_to_take(self, giver: LaneReport, wanted: bool) -> Sequence[np.ndarray]:
+        data = np.empty(giver.result_bytes, np.uint8)
+        if wanted:
+            self._status = _Status(giver.status)
+            self._received = self._shaped(data)
+            self._taken = data
+        return [data] if giver.result_bytes else []
+
+    def _shaped(self, data: np.ndarray) -> np.ndarray:
+        """``data``, still being received, seen as this rank's operation sees its result."""
+        operation = self._current
+        if operation is None or self._status is not _Status.DONE:
+            return data
+        array = operation.array
+        if operation.kind is Kind.ALLGATHER:
+            return data.view(array.dtype).reshape(-1, *array.shape[1:])
+        if operation.kind in (Kind.ALLREDUCE, Kind.BROADCAST):
+            return data.view(array.dtype).reshape(array.shape)
+        return data
+
+    def abandon(self, buckets: Sequence[int]) -> None:
+        """Nothing to do: every start makes fresh buffers."""
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The same memory as a flat array of bytes."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _byte_type(comm: Any) -> Any:
+    """The MPI datatype for bytes, by its name in mpi4py's buffer notation."""
+    return "B"
+
+
+def _neutral(operator: str, dtype: np.dtype) -> Any:
+    """The element that changes nothing under ``operator``."""
+    if operator == "sum":
+        return dtype.type(0)
+    if operator == "product" or dtype == np.bool_:
+        return dtype.type(operator != "max")
+    bounds = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    if dtype.kind == "f":
+        return dtype.type(np.inf if operator == "min" else -np.inf)
+    return bounds.max if operator == "min" else bounds.min
+
+
+def _described(row: np.ndarray) -> tuple[Kind, np.dtype, tuple[int, ...]]:
+    dimensions = int(row[5])
+    shape = tuple(int(size) for size in row[6 : 6 + dimensions])
+    return Kind(int(row[1])), _DTYPES[int(row[2])], shape
+
+
+def _inspect(headers: np.ndarray, members: Sequence[int]) -> tuple[_Status, str]:
+    """Whether all active ranks called the same, with the same result on every rank."""
+    active = [row for row in headers if row[1] != Kind.JOINED]
+    first = active[0]
+    kind = Kind(int(first[1]))
+    # An all-gather's first dimension may differ.
+    compared = [1, 2, 3, 4, 5, *range(7 if kind is Kind.ALLGATHER else 6, _HEADER_FIELDS)]
+    for row in active[1:]:
+        if not np.array_equal(row[compared], first[compared]):
+            return _Status.MISMATCH, (
+                f"ranks called different operations: rank {members.index(int(first[0]))}"
+                f" {_in_words(first)}, rank {members.index(int(row[0]))} {_in_words(row)}"
+            )
+    if kind is Kind.BROADCAST:
+        root = int(first[4])
+        if root not in [int(row[0]) for row in active]:
+            return _Status.ROOT_LOST, (
+                f"broadcast: its root, member {root}, is gone and nobody has its data;"
+                " choose a root of the present view"
+            )
+    if kind is Kind.OPEN_LANE and len(active) < len(headers):
+        left = [members.index(int(row[0])) for row in headers if row[1] == Kind.JOINED]
+        return _Status.MISMATCH, f"ranks {left} have left already: no new optimizer can be made"
+    return _Status.DONE, ""
+
+
+def _in_words(row: np.ndarray) -> str:
+    kind, dtype, shape = _described(row)
+    words = kind.name.lower()
+    if kind is Kind.ALLREDUCE:
+        words += f" ({OPERATORS[int(row[3])]})"
+    if kind is Kind.BROADCAST:
+        words += f" from member {int(row[4])}"
+    return f"{words} of {dtype} {shape}"

@@ -1,0 +1,287 @@
+"""The composition root: builds the parts, hands hooks down, owns start and stop.
+
+One runtime a process, since one thread owns MPI. ``start`` and ``shutdown`` are called by
+``mpift.init``, ``Communicator`` and the framework faces; ``current`` gives it to them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpift.config import Config
+from mpift.core import chaos, events, rounds
+from mpift.core.membership import View
+from mpift.errors import ConfigError, MismatchError, NotInitializedError
+from mpift.observe import lines
+from mpift.reduction.gradients import GradientRounds
+from mpift.reduction.operations import Kind, Operation, Operations
+from mpift.transport import exits, startup
+from mpift.transport.monitor import Monitor
+from mpift.transport.processes import ProcessIdentity
+from mpift.transport.service import Hooks, Service
+from mpift.transport.solo import SoloWorld
+from mpift.transport.world import MAX_LANES, MpiWorld, Rebuilt
+
+_OPERATIONS = 0  # lane 0; gradients have lanes 1 and up
+_FIRST_LANES = 2
+_STEP_EVENT_SECONDS = 0.1
+
+_current: Runtime | None = None
+_lock = threading.Lock()
+
+
+class Runtime:
+    """Everything that a process needs to take part in a job."""
+
+    def __init__(self, comm: Any, config: Config) -> None:
+        self.config = config
+        self._subscribers: list[Callable[[events.Event], None]] = [lines.subscriber()]
+        self._service = Service(
+            lambda: _make_world(comm, config),
+            config,
+            Hooks(self._view_changed, self._stop_job, self.strike),
+        )
+        self._service.start()
+        world = self._service.world
+        self.member = world.member
+        self.identities: tuple[ProcessIdentity, ...] = world.identities
+        self.schedule = chaos.parse(config.chaos, len(self.identities))
+        # The view as the script sees it: it changes only inside our calls.
+        self.view: View = world.view
+        self.steps_called = self.steps_applied = 0
+        self._last_step_event = (0.0, self.view.epoch)
+        self._operations = Operations(self.member)
+        self._on_service(lambda: self._service.add_lane(self._operations))
+        self._exits = exits.Exits(self._last_words)
+        self._exits.install()
+        self._monitor = Monitor(self._service, config, self._abort_job)
+        if startup.under_launcher():
+            self._monitor.start()
+        atexit.register(_at_exit)
+        self._emit(events.RankStarted, self.host, os.getpid(), self.view.size)
+        self._warn(world.warnings)
+
+    # -- who and where -----------------------------------------------------------------------------
+
+    @property
+    def host(self) -> str:
+        return self.identities[self.member].host
+
+    @property
+    def rank(self) -> int:
+        return self.view.rank_of(self.member)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Members of the present view on this rank's node, in rank order."""
+        node = self.identities[self.member].node
+        return tuple(m for m in self.view.members if self.identities[m].node == node)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Distinct nodes of the present view, in order of their first rank."""
+        return tuple(dict.fromkeys(self.identities[m].node for m in self.view.members))
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def operate(self, operation: Operation) -> np.ndarray:
+        """Carry out one operation with all ranks; returns its result, an array of its own."""
+        operation.check()
+        self._exits.forget()
+
+        def begin() -> None:
+            self._operations.begin(operation)
+            self._service.lanes[_OPERATIONS].feed(self._service.world, rounds.Contributed(0))
+
+        self._service.call(begin)
+        operation.done.wait()
+        self.see(operation.reduced_in)
+        if operation.error is not None:
+            raise operation.error
+        assert operation.result is not None
+        return operation.result
+
+    def see(self, epoch: int) -> None:
+        """Let the script see the view of ``epoch``, unless it has seen a newer one."""
+        if epoch > self.view.epoch:
+            self.view = self._service.views[epoch]
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def open_lane(self, workload: GradientRounds) -> int:
+        """A lane for one optimizer's rounds; all ranks open theirs in the same order."""
+        opened: list[int] = []
+
+        def add() -> None:
+            if self._service.lanes_left:
+                opened.append(self._service.add_lane(workload))
+                if opened[0] >= _FIRST_LANES:
+                    self._service.request_rebuild()
+
+        self.operate(Operation(Kind.OPEN_LANE))
+        self._on_service(add)
+        if not opened:
+            raise MismatchError(f"at most {MAX_LANES - 1} distributed optimizers can be made")
+        return opened[0]
+
+    def contribute(self, lane: int, bucket: int) -> None:
+        """This rank's part of a bucket is in place."""
+        self._service.feed(lane, rounds.Contributed(bucket))
+
+    def relayout(self, lane: int, change: Callable[[], None], buckets: int) -> None:
+        """Change a lane's layout between two rounds; returns when that is done."""
+
+        def apply() -> None:
+            change()
+            self._service.lanes[lane].set_buckets(buckets)
+
+        self._on_service(apply)
+
+    def step_applied(self, step: int) -> None:
+        """Count a finished step, and report it now and then; always after a new view."""
+        self.steps_applied += 1
+        self._exits.forget()
+        now, epoch = time.monotonic(), self.view.epoch
+        due = now - self._last_step_event[0] > _STEP_EVENT_SECONDS
+        if self.rank == 0 and (due or epoch != self._last_step_event[1]):
+            self._last_step_event = (now, epoch)
+            self._emit(events.StepFinished, step, epoch, self.view.size)
+
+    def report_values(self, values: dict[str, Any]) -> None:
+        """Values of the script for the launcher's status line and summary."""
+        if self.rank == 0:
+            self._emit(events.Reported, values)
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def strike(self, step: int, point: str) -> None:
+        """Carry out the fault that the schedule has for this place, if any."""
+        fault = self.schedule.due(self.member, step, point) if self.schedule.faults else None
+        if fault is not None:
+            self._emit(events.FaultInjected, str(fault), step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
+        view = rebuilt.view
+        if view.coordinator == self.member:
+            self._emit(
+                events.ViewChanged, view.epoch, view.members, rebuilt.lost, rebuilt.seconds
+            )
+
+    def _last_words(self, code: int, reason: str, trace: str) -> None:
+        self._emit(events.RankFailed, self.host, code, reason, trace)
+        if threading.current_thread() is not self._service.thread:
+            self._service.farewell(reason)
+
+    def _stop_job(self, code: int, reason: str) -> NoReturn:
+        """This rank can't go on, nor can those that see what it sees."""
+        self._emit(events.JobStopped, int(code), reason)
+        exits.leave(code)
+
+    def _abort_job(self, code: int, reason: str) -> NoReturn:
+        """End the whole job, also ranks that see nothing of the reason."""
+        self._emit(events.JobStopped, int(code), reason)
+        if self._service.blocked_in is None and self.view.size > 1:
+            self._service.call(lambda: self._service.world.abort(code))
+            time.sleep(1.0)  # the abort ends this process
+        exits.leave(code)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leave: zeros for the others' rounds until all are through, then the end of MPI.
+
+        Returns when every rank has left, or after ``leave_timeout`` beyond its own end.
+        """
+        atexit.unregister(_at_exit)
+        self._service.join_all()
+        self._service.thread.join()
+        self._monitor.stop()
+        self._exits.remove()
+        self._emit(events.RankLeft, self.host, self.steps_called, self.steps_applied)
+
+    def at_exit(self) -> None:
+        """The interpreter's end: a failure leaves at once, everything else leaves politely."""
+        self._exits.check_at_exit()
+        self.shutdown()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _emit(self, kind: type[events.Event], *values: Any) -> None:
+        event = kind(time.time(), self.member, *values)
+        for subscriber in self._subscribers:
+            subscriber(event)
+
+    def _warn(self, warnings: Iterable[str]) -> None:
+        if self.rank == 0:
+            for warning in warnings:
+                lines.warn(warning)
+
+    def _on_service(self, function: Callable[[], Any]) -> None:
+        """Run on the service thread and wait."""
+        done = threading.Event()
+
+        def run() -> None:
+            function()
+            done.set()
+
+        self._service.call(run)
+        done.wait()
+
+
+def _make_world(comm: Any, config: Config) -> MpiWorld | SoloWorld:
+    alone = comm is None and not startup.under_launcher() and not startup.loaded()
+    world = SoloWorld() if alone else MpiWorld(comm, config)
+    world.open_lanes(_FIRST_LANES)
+    return world
+
+
+def start(comm: Any = None, config: Config | None = None) -> Runtime:
+    """The process's runtime, started if there is none.
+
+    ``comm`` is an mpi4py communicator, or None for all processes of the launch. Raises
+    ``ConfigError`` if a runtime with other settings is running already.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _current = Runtime(comm, config or Config.load())
+        elif config is not None and config != _current.config:
+            raise ConfigError("mpift is running with other settings; call shutdown() first")
+        return _current
+
+
+def current() -> Runtime:
+    """The running runtime; ``NotInitializedError`` if there is none."""
+    if _current is None:
+        raise NotInitializedError("mpift is not initialized; call init() first")
+    return _current
+
+
+def is_running() -> bool:
+    """Whether ``init`` was called, and ``shutdown`` wasn't since."""
+    return _current is not None
+
+
+def shutdown() -> None:
+    """End the runtime, if there is one; see ``Runtime.shutdown``."""
+    global _current
+    with _lock:
+        runtime, _current = _current, None
+    if runtime is not None:
+        runtime.shutdown()
+
+
+def _at_exit() -> None:
+    global _current
+    runtime, _current = _current, None
+    if runtime is not None and os.getpid() == runtime.identities[runtime.member].pid:
+        runtime.at_exit()

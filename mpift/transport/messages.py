@@ -1,0 +1,58 @@
+"""Control messages between ranks: typed, stamped with epoch and sender, of one fixed size.
+
+A message is a struct header and a short UTF-8 text. One size means one receive posted for all;
+a text that does not fit is cut. Bytes that are no message decode to None, never to an error.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+MESSAGE_BYTES = 1024
+MESSAGE_TAG = 1
+
+# magic, kind, epoch, sender's member id, length of the text in bytes
+_HEADER = struct.Struct("<HHqqI")
+_MAGIC = 0x4D46
+_TEXT_BYTES = MESSAGE_BYTES - _HEADER.size
+
+
+class Kind(enum.IntEnum):
+    """What a message says."""
+
+    # "I am about to end with a failure": the text says why. Confirms the death that follows.
+    FAREWELL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One control message; ``epoch`` is the sender's when it was sent."""
+
+    kind: Kind
+    epoch: int
+    sender: int
+    text: str = ""
+
+
+def encode(message: Message) -> bytes:
+    """``MESSAGE_BYTES`` bytes."""
+    # Cut on a character's border: half a character would not decode.
+    text = message.text.encode()[:_TEXT_BYTES].decode(errors="ignore").encode()
+    header = _HEADER.pack(_MAGIC, message.kind, message.epoch, message.sender, len(text))
+    return (header + text).ljust(MESSAGE_BYTES, b"\0")
+
+
+def decode(data: bytes) -> Message | None:
+    """The message in ``data``, or None if there is none."""
+    if len(data) != MESSAGE_BYTES:
+        return None
+    magic, kind, epoch, sender, length = _HEADER.unpack_from(data)
+    if magic != _MAGIC or length > _TEXT_BYTES:
+        return None
+    try:
+        text = data[_HEADER.size : _HEADER.size + length].decode()
+        return Message(Kind(kind), epoch, sender, text)
+    except ValueError:
+        return None

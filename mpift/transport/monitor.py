@@ -1,0 +1,79 @@
+"""A thread that looks twice a second at what MPI cannot see or may not come back from.
+
+It makes no MPI call. It ends this process, with a named reason, when a rebuild takes too long, when
+a rank of this node left in a way that MPI does not report, and when the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from mpift.config import Config
+from mpift.errors import ExitCode
+from mpift.transport import processes
+from mpift.transport.service import Service
+
+_PERIOD_SECONDS = 0.5
+# MPI reports a death within some milliseconds; this much later it never will.
+_UNREPORTED_SECONDS = 2.0
+
+
+class Monitor:
+    """Watches ``service`` and its surroundings until ``stop``."""
+
+    def __init__(
+        self, service: Service, config: Config, end_job: Callable[[int, str], NoReturn]
+    ) -> None:
+        self._service = service
+        self._config = config
+        self._end_job = end_job
+        self._stopped = threading.Event()
+        self._parent = os.getppid()
+        self._gone_since: dict[int, float] = {}
+        self._thread = threading.Thread(target=self._run, name="mpift-monitor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_PERIOD_SECONDS):
+            now = time.monotonic()
+            self._check_rebuild(now)
+            self._check_launcher()
+            self._check_neighbours(now)
+
+    def _check_rebuild(self, now: float) -> None:
+        blocked = self._service.blocked_in
+        if blocked is not None and now - blocked[1] > self._config.rebuild_timeout:
+            self._end_job(
+                ExitCode.SCRIPT_FAILED,
+                f"{blocked[0]} took longer than rebuild_timeout="
+                f"{self._config.rebuild_timeout:g} s; MPI is stuck",
+            )
+
+    def _check_launcher(self) -> None:
+        if os.getppid() != self._parent:
+            self._end_job(ExitCode.SCRIPT_FAILED, "the launcher of this rank is gone")
+
+    def _check_neighbours(self, now: float) -> None:
+        """Ranks of this node that are gone although MPI has not said so."""
+        world = self._service.world
+        here = world.identities[world.member]
+        neighbours = [world.identities[m] for m in world.view.members if m != world.member]
+        gone = processes.confirmed_gone(neighbours, here)
+        self._gone_since = {m: self._gone_since.get(m, now) for m in gone}
+        for member, since in self._gone_since.items():
+            if now - since > _UNREPORTED_SECONDS and self._service.blocked_in is None:
+                self._end_job(
+                    ExitCode.SCRIPT_FAILED,
+                    f"member {member} on {world.identities[member].host} left with a failure that"
+                    " MPI does not report (an exit from C code?); start with mpift run to survive"
+                    " this",
+                )

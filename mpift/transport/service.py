@@ -1,0 +1,331 @@
+"""The service thread: the only one in MPI.
+
+One loop over the lanes' collectives, the control messages and a wake-up. While a collective is in
+flight it polls; otherwise it sleeps on an event and looks at MPI now and then, so that a revocation
+by another rank is noticed. It never makes a blocking call but in a rebuild and at start. Other
+threads talk to it through ``call``. If the loop fails, the process ends loudly: a rank without
+service would make all others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mpift.config import Config
+from mpift.core import rounds
+from mpift.core.membership import Outcome, View, judge
+from mpift.errors import ExitCode
+from mpift.transport import messages
+from mpift.transport.lane import Lane, Started, Workload
+from mpift.transport.messages import Kind, Message
+from mpift.transport.world import MAX_LANES, Rebuilt, Report, World
+
+# Polls without progress before the loop begins to sleep between them. A poll costs a few
+# microseconds; sleeps leave the core to the computation that the reduction overlaps with.
+_SPIN_POLLS = 20
+_BUSY_SLEEP_SECONDS = 50e-6
+# A collective that waits for a late rank: no need to look twenty thousand times a second.
+_LONG_WAIT_SECONDS = 0.05
+_LONG_SLEEP_SECONDS = 500e-6
+# Rebuilds in a row that lost nobody and saw no round complete, before MPI is declared broken.
+_FRUITLESS_REBUILDS = 5
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What the service tells the runtime. All are called on the service thread."""
+
+    # (view, lost members, what they said, seconds): a new view is in force
+    view_changed: Callable[[Rebuilt, dict[int, str]], None]
+    # (exit code, reason): the job cannot go on; must not return
+    stop: Callable[[int, str], NoReturn]
+    # (step, point): the fault schedule may strike here
+    strike: Callable[[int, str], None]
+
+
+class Service:
+    """Runs ``world`` and its lanes on a thread of its own."""
+
+    def __init__(self, make_world: Callable[[], World], config: Config, hooks: Hooks) -> None:
+        self._make_world = make_world
+        self._config = config
+        self._hooks = hooks
+        self.world: World
+        self.views: dict[int, View] = {}
+        self.lanes: list[Lane] = []
+        # For the monitor: what the loop is doing inside MPI that may block, and since when.
+        self.blocked_in: tuple[str, float] | None = None
+        # Set by a thread that waits for a result: it gives its core to the loop.
+        self.awaited = False
+        self.farewells: dict[int, str] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+        self._fault: BaseException | None = None
+        self._fruitless = 0
+        self._progress = 0
+        self._joined = False
+        self._leave_barrier: Any = None
+        self._leave_deadline: float | None = None
+        self._inbox: Started
+        self._outbox: list[tuple[Started, threading.Event]] = []
+        self._quarantine: list[Started] = []
+        self._polls = 0
+        self._busy_since: float | None = None
+        self.thread = threading.Thread(target=self._run, name="mpift-service", daemon=True)
+
+    # -- for other threads -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start MPI and the loop; returns when the first view is in force, or raises."""
+        self.thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the service thread, soon."""
+        self._calls.append(function)
+        self._wake.set()
+
+    def feed(self, lane: int, event: rounds.Event) -> None:
+        """Give an event to a lane."""
+        self.call(lambda: self.lanes[lane].feed(self.world, event))
+
+    def join_all(self) -> None:
+        """This rank has left its loops: zeros from now on, and the end once all have joined."""
+
+        def join() -> None:
+            self._joined = True
+            for lane in self.lanes:
+                lane.feed(self.world, rounds.Joined())
+
+        self.call(join)
+
+    def farewell(self, text: str, timeout: float = 0.2) -> None:
+        """Tell all others why this rank is about to die; waits until that is sent, or not at all
+        if the loop cannot."""
+        sent = threading.Event()
+        self.call(lambda: self._send_to_all(Kind.FAREWELL, text, sent))
+        sent.wait(timeout)
+
+    def request_rebuild(self) -> None:
+        """On the service thread: make the communicators anew, for lanes that were added."""
+        self._fault = _Planned()
+
+    def add_lane(self, workload: Workload) -> int:
+        """On the service thread: give the next lane its workload; its communicator exists already
+        or comes with the next rebuild."""
+        index = len(self.lanes)
+        strike = self._hooks.strike if index else (lambda _round, _point: None)
+        lane = Lane(index, workload, lambda round_, bucket: strike(round_, f"bucket{bucket}"))
+        lane.rounds = rounds.Rounds(
+            workload.buckets, workload.in_turn, epoch=self.world.view.epoch
+        )
+        self.lanes.append(lane)
+        return index
+
+    @property
+    def lanes_left(self) -> int:
+        return MAX_LANES - len(self.lanes)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.blocked_in = ("starting MPI", time.monotonic())
+            self.world = self._make_world()
+            self.views[self.world.view.epoch] = self.world.view
+            self._receive()
+        except BaseException as error:
+            self._start_error = error
+            return
+        finally:
+            self.blocked_in = None
+            self._ready.set()
+        try:
+            while not self._may_leave():
+                self._turn()
+            self.blocked_in = ("ending MPI", time.monotonic())
+            self.world.finalize()
+            self.blocked_in = None
+        except BaseException:
+            self._hooks.stop(
+                ExitCode.SCRIPT_FAILED, f"the service thread failed:\n{traceback.format_exc()}"
+            )
+
+    def _turn(self) -> None:
+        try:
+            if self._fault is not None:
+                self._recover()
+            self._wake.clear()
+            while self._calls:
+                self._calls.popleft()()
+            if self._fault is None and not self._poll():
+                self._pause()
+        except self.world.errors as error:
+            self._fault = error
+
+    def _poll(self) -> bool:
+        """One look at MPI; whether anything completed."""
+        requests = [self._inbox.request, *(item.request for item, _ in self._outbox)]
+        if self._leave_barrier is not None:
+            requests.append(self._leave_barrier)
+        own = len(requests)
+        for lane in self.lanes:
+            requests += lane.requests
+        done = self.world.test_some(requests)
+        if not done:
+            return False
+        self._polls, self._busy_since = 0, None
+        self._own_completed([position for position in done if position < own])
+        offset = own
+        for lane in self.lanes:
+            count = len(lane.requests)
+            mine = [p - offset for p in done if offset <= p < offset + count]
+            offset += count
+            if mine:
+                lane.complete(self.world, mine)
+        return True
+
+    def _own_completed(self, positions: list[int]) -> None:
+        if self._leave_barrier is not None and 1 + len(self._outbox) in positions:
+            self._leave_deadline = 0.0
+        for position in sorted(positions, reverse=True):
+            if 1 <= position <= len(self._outbox):
+                _, sent = self._outbox.pop(position - 1)
+                sent.set()
+        if 0 in positions:
+            message = messages.decode(bytes(self._inbox.buffers[0]))
+            self._receive()
+            if message is not None and message.kind is Kind.FAREWELL:
+                self.farewells[message.sender] = message.text
+
+    def _pause(self) -> None:
+        busy = any(lane.requests for lane in self.lanes) or self._leave_barrier is not None
+        if not busy:
+            self._wake.wait(self._config.idle_poll_seconds)
+            return
+        self._polls += 1
+        if self._polls <= _SPIN_POLLS:
+            os.sched_yield()
+            return
+        now = time.monotonic()
+        if self._busy_since is None:
+            self._busy_since = now
+        waits_long = now - self._busy_since > _LONG_WAIT_SECONDS
+        time.sleep(_LONG_SLEEP_SECONDS if waits_long else _BUSY_SLEEP_SECONDS)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Post the one receive for control messages of any rank."""
+        buffer = bytearray(messages.MESSAGE_BYTES)
+        request = self.world.receive(buffer, messages.MESSAGE_TAG)
+        self._inbox = Started(request, (buffer,))
+
+    def _send_to_all(self, kind: Kind, text: str, sent: threading.Event) -> None:
+        view = self.world.view
+        data = messages.encode(Message(kind, view.epoch, self.world.member, text))
+        others = [rank for rank, member in enumerate(view.members) if member != self.world.member]
+        all_sent = _Countdown(len(others), sent)
+        for rank in others:
+            request = self.world.control.Isend(data, dest=rank, tag=messages.MESSAGE_TAG)
+            self._outbox.append((Started(request, (data,)), all_sent))
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """One fault: a new view, then every lane goes on in it."""
+        planned = isinstance(self._fault, _Planned)
+        for lane in self.lanes:
+            lane.fault(self.world)
+        self._quarantine += [self._inbox, *(item for item, _ in self._outbox)]
+        self._outbox = []
+        self._leave_barrier = None
+        report = Report(
+            self.world.member, self.world.view.epoch, tuple(lane.report() for lane in self.lanes)
+        )
+        self.blocked_in = ("rebuilding", time.monotonic())
+        gone = frozenset(self.farewells)
+        old = self.world.view
+        step = max((lane.rounds.completed for lane in self.lanes[1:]), default=0)
+        rebuilt = self.world.rebuild(
+            report, len(self.lanes), gone, lambda point: self._hooks.strike(step, point)
+        )
+        self.blocked_in = None
+        self._judge(old, rebuilt, planned)
+        self._fault = None
+        self.views[rebuilt.view.epoch] = rebuilt.view
+        if not self._finished():
+            self._hooks.view_changed(rebuilt, dict(self.farewells))
+        self._receive()
+        for lane in self.lanes:
+            lane.reconcile(self.world, rebuilt.reports)
+
+    def _judge(self, old: View, rebuilt: Rebuilt, planned: bool) -> None:
+        """Stop if too few are left, or if MPI fails again and again without a loss."""
+        if self._finished():
+            return  # this rank has all its results; those who left first are no loss
+        verdict = judge(old, rebuilt.view.members, rebuilt.confirmed, self._config.min_size)
+        if verdict.outcome is not Outcome.GO_ON:
+            self._hooks.stop(ExitCode.QUORUM_LOST, verdict.reason)
+        progress = sum(lane.rounds.completed for lane in self.lanes)
+        if rebuilt.lost or planned or progress > self._progress:
+            self._fruitless = 0
+        else:
+            self._fruitless += 1
+        self._progress = progress
+        if self._fruitless >= _FRUITLESS_REBUILDS:
+            self._hooks.stop(
+                ExitCode.SCRIPT_FAILED,
+                f"MPI failed {self._fruitless} times in a row although no rank was lost;"
+                f" its last error: {self._fault}",
+            )
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        return self._joined and all(lane.rounds.finished for lane in self.lanes)
+
+    def _may_leave(self) -> bool:
+        """Finished ranks meet in a barrier, so that nobody leaves while others need its results."""
+        if not self._finished() or self._fault is not None:
+            return False
+        if self._leave_deadline is None:
+            self._leave_deadline = time.monotonic() + self._config.leave_timeout
+        if self._leave_barrier is None and self.world.view.size > 1:
+            try:
+                self._leave_barrier = self.world.control.Ibarrier()
+            except self.world.errors as error:
+                self._fault = error
+                return False
+        return self.world.view.size == 1 or time.monotonic() >= self._leave_deadline
+
+
+class _Planned(Exception):
+    """Not a fault: the communicators are to be made anew."""
+
+
+class _Countdown(threading.Event):
+    """Sets ``event`` once it was itself set ``count`` times."""
+
+    def __init__(self, count: int, event: threading.Event) -> None:
+        super().__init__()
+        self._left = count
+        self._event = event
+        if count == 0:
+            event.set()
+
+    def set(self) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self._event.set()

@@ -1,0 +1,88 @@
+"""A world of one: the same face as MPI for a script that was started without ``mpirun``.
+
+Loads no MPI. Collectives of one rank are copies that complete at once, so everything above runs
+the same code with one rank as with many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpift.core.membership import initial_view
+from mpift.errors import TransportError
+from mpift.transport import processes
+from mpift.transport.world import Rebuilt, Report
+
+
+class _Done:
+    """A request that completed when it was made."""
+
+
+class _Never:
+    """A request that nothing completes: nobody else could send."""
+
+
+class SoloComm:
+    """The non-blocking collectives of a communicator of size 1, on numpy arrays."""
+
+    rank = 0
+    size = 1
+
+    def Iallreduce(self, send: np.ndarray, receive: np.ndarray, _operator: Any) -> _Done:
+        np.copyto(receive, send)
+        return _Done()
+
+    def Iallgather(self, send: np.ndarray, receive: np.ndarray) -> _Done:
+        np.copyto(receive.reshape(send.shape), send)
+        return _Done()
+
+    def Iallgatherv(self, send: np.ndarray, receive: Sequence[Any]) -> _Done:
+        np.copyto(receive[0].reshape(send.shape), send)
+        return _Done()
+
+    def Ibcast(self, _buffer: np.ndarray, root: int) -> _Done:
+        return _Done()
+
+
+
+class SoloWorld:
+    """See ``transport.world.World``."""
+
+    errors: tuple[type[BaseException], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.member = 0
+        self.view = initial_view(1)
+        self.identities = (processes.identify(0),)
+        self.control = SoloComm()
+        self.lanes: list[Any] = []
+
+    def open_lanes(self, count: int) -> None:
+        self.lanes = [SoloComm() for _ in range(count)]
+
+    def test_some(self, requests: Sequence[Any]) -> list[int]:
+        return [i for i, request in enumerate(requests) if isinstance(request, _Done)]
+
+    def receive(self, _buffer: bytearray, _tag: int) -> _Never:
+        return _Never()
+
+    def operator(self, name: str) -> str:
+        return name
+
+    def rebuild(
+        self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]
+    ) -> Rebuilt:
+        """Only to open more lanes: a world of one has no faults that it outlives."""
+        self.open_lanes(max(lanes, len(report.lanes)))
+        self.view = self.view.successor(report.epoch + 1, self.view.members)
+        return Rebuilt(self.view, (), frozenset(), (report,), 0.0)
+
+    def finalize(self) -> None:
+        pass
+
+    def abort(self, code: int) -> None:
+        raise TransportError(f"a single process cannot abort a job (code {code})")

@@ -1,0 +1,260 @@
+"""The communicators of a job, and their rebuild after a fault.
+
+``base`` is only ever shrunk, never revoked; ``control`` carries messages between ranks, and each
+lane has a communicator for its collectives. All of them return errors. A rebuild is a loop: shrink,
+create, exchange reports, agree; whatever dies in the middle of one attempt is left out of the next.
+Only the service thread calls into this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpift.config import Config
+from mpift.core.membership import View, initial_view
+from mpift.transport import processes, startup
+from mpift.transport.processes import ProcessIdentity
+
+# A report has a fixed length, so lanes are bounded; one lane is one optimizer's gradients.
+MAX_LANES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    """Where one rank stands in one lane, and what it could hand over."""
+
+    completed: int = 0
+    reduced_in: int = 0  # epoch that reduced the last completed round
+    finished: int = 0  # 1: it was the lane's last, nobody took part
+    result_bytes: int = 0
+    status: int = 0  # the workload's own word on its last result
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank tells the others in a rebuild."""
+
+    member: int
+    epoch: int
+    lanes: tuple[LaneReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What a rebuild agreed on; ``reports`` is in the new view's rank order."""
+
+    view: View
+    lost: tuple[int, ...]
+    confirmed: frozenset[int]
+    reports: tuple[Report, ...]
+    seconds: float
+
+
+class World(Protocol):
+    """What the service needs of its surroundings; ``MpiWorld`` and ``SoloWorld`` provide it."""
+
+    view: View
+    member: int
+    identities: tuple[ProcessIdentity, ...]
+    lanes: list[Any]
+    control: Any
+
+    def test_some(self, requests: Sequence[Any]) -> list[int]:
+        """Indices of the requests that completed; raises one of ``errors`` on a fault."""
+
+    @property
+    def errors(self) -> tuple[type[BaseException], ...]:
+        """What a call into this world raises at a fault."""
+
+    def rebuild(self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
+        """Make communicators of the survivors; ``at`` is called at the named points inside."""
+
+    def receive(self, buffer: bytearray, tag: int) -> Any:
+        """The request of a receive on ``control`` from any rank."""
+
+    def operator(self, name: str) -> Any:
+        """The reduction operator for "sum", "min", "max" or "product"."""
+
+    def finalize(self) -> None:
+        """End MPI where a normal exit needs it."""
+
+    def abort(self, code: int) -> None:
+        """End all processes of the job."""
+
+
+class MpiWorld:
+    """A world of MPI processes. Built, used and ended on the service thread."""
+
+    def __init__(self, comm: Any, config: Config) -> None:
+        self._script_loaded_mpi = startup.loaded()
+        self._mpi, self.warnings = startup.load_mpi(config.mpi_threads)
+        self._config = config
+        self._ulfm = startup.ulfm_enabled(self._mpi)
+        self._base = self._mute((comm or self._mpi.COMM_WORLD).Dup())
+        self.member: int = self._base.rank
+        self.view = initial_view(self._base.size)
+        self.control = self._mute(self._base.Dup())
+        self.lanes: list[Any] = []
+        self.identities = self._exchange_identities()
+        # Communicators of older epochs: messages may still arrive on them, so they stay.
+        self._retired: list[Any] = []
+
+    @property
+    def errors(self) -> tuple[type[BaseException], ...]:
+        return (self._mpi.Exception,)
+
+    def _mute(self, comm: Any) -> Any:
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return comm
+
+    def _exchange_identities(self) -> tuple[ProcessIdentity, ...]:
+        return tuple(self.control.allgather(processes.identify(self.member)))
+
+    def open_lanes(self, count: int) -> None:
+        """The first lanes, made while nothing else runs."""
+        self.lanes = [self._mute(self.control.Dup()) for _ in range(count)]
+
+    def test_some(self, requests: Sequence[Any]) -> list[int]:
+        return self._mpi.Request.Testsome(requests) or []
+
+    def receive(self, buffer: bytearray, tag: int) -> Any:
+        return self.control.Irecv(buffer, self._mpi.ANY_SOURCE, tag)
+
+    def operator(self, name: str) -> Any:
+        return {
+            "sum": self._mpi.SUM,
+            "min": self._mpi.MIN,
+            "max": self._mpi.MAX,
+            "product": self._mpi.PROD,
+        }[name]
+
+    # -- rebuild -------------------------------------------------------------------------------
+
+    def rebuild(
+        self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]
+    ) -> Rebuilt:
+        """See ``World``. ``gone`` are members that announced their end.
+
+        Loops until an attempt is agreed on by all who are left. It has no time limit of its own:
+        a thread outside MPI watches it.
+        """
+        begin = time.monotonic()
+        time.sleep(self._config.gather_seconds)
+        for comm in (self.control, *self.lanes):
+            with contextlib.suppress(self._mpi.Exception):
+                comm.Revoke()
+        self._retired += [self.control, *self.lanes]
+        old, base = self.view, self._base
+        while True:
+            at("shrink")
+            try:
+                base = self._mute(base.Shrink())
+            except self._mpi.Exception:
+                continue
+            attempt = self._attempt(base, report, lanes, gone, at)
+            at("agree")
+            if self._agree(base, attempt is not None) and attempt is not None:
+                break
+        control, new_lanes, reports, confirmed = attempt
+        epoch = max(r.epoch for r in reports) + 1
+        self.view = old.successor(epoch, (r.member for r in reports))
+        self._base, self.control, self.lanes = base, control, new_lanes
+        lost = tuple(sorted(set(old.members) - set(self.view.members)))
+        return Rebuilt(self.view, lost, confirmed, reports, time.monotonic() - begin)
+
+    def _attempt(
+        self,
+        base: Any,
+        report: Report,
+        lanes: int,
+        gone: frozenset[int],
+        at: Callable[[str], None],
+    ) -> tuple[Any, list[Any], tuple[Report, ...], frozenset[int]] | None:
+        """All creation and exchange of one attempt; None if anything in it failed."""
+        control = None
+        try:
+            at("split")
+            control = self._mute(base.Split(0, base.rank))
+            reports = self._exchange_reports(control, report)
+            confirmed = self._confirm(control, reports, gone)
+            count = max(lanes, *(len(r.lanes) for r in reports))
+            return control, [self._mute(control.Dup()) for _ in range(count)], reports, confirmed
+        except self._mpi.Exception:
+            if control is not None:
+                # Others may be further on in it, waiting for this rank: fetch them out.
+                with contextlib.suppress(self._mpi.Exception):
+                    control.Revoke()
+            return None
+
+    def _agree(self, base: Any, good: bool) -> bool:
+        try:
+            return bool(base.Agree(int(good)))
+        except self._mpi.Exception:
+            return False
+
+    def _exchange_reports(self, control: Any, report: Report) -> tuple[Report, ...]:
+        mine = _pack(report)
+        everybody = np.empty((control.size, mine.size), np.int64)
+        control.Allgather(mine, everybody)
+        return tuple(_unpack(row) for row in everybody)
+
+    def _confirm(
+        self, control: Any, reports: Sequence[Report], gone: frozenset[int]
+    ) -> frozenset[int]:
+        """Members whose end somebody knows for sure, the same set on every survivor."""
+        present = {r.member for r in reports}
+        here = self.identities[self.member]
+        missing = [self.identities[m] for m in self.view.members if m not in present]
+        local = [m for m in missing if m.node == here.node and m.member not in gone]
+        deadline = time.monotonic() + self._config.fence_timeout
+        known = processes.confirmed_gone(local, here)
+        while len(known) < len(local) and time.monotonic() < deadline:
+            time.sleep(0.001)
+            known = processes.confirmed_gone(local, here)
+        flags = np.zeros(len(self.identities), np.int64)
+        flags[list(known | (gone & {m.member for m in missing}))] = 1
+        everybody = np.empty_like(flags)
+        control.Allreduce(flags, everybody, self._mpi.MAX)
+        return frozenset(np.flatnonzero(everybody).tolist())
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def finalize(self) -> None:
+        """Without ULFM, or where mpi4py would do it anyway, MPI must be finalized; else it is not:
+        the ranks have agreed to end, and a finalize would wait for those that have died."""
+        if not self._ulfm or self._script_loaded_mpi:
+            self._mpi.Finalize()
+
+    def abort(self, code: int) -> None:
+        self._mpi.COMM_WORLD.Abort(code)
+
+
+_LANE_FIELDS = 5
+
+
+def _pack(report: Report) -> np.ndarray:
+    """Fixed length: [member, epoch, lanes, then five numbers a lane]."""
+    row = np.zeros(3 + _LANE_FIELDS * MAX_LANES, np.int64)
+    row[:3] = report.member, report.epoch, len(report.lanes)
+    for index, lane in enumerate(report.lanes):
+        start = 3 + _LANE_FIELDS * index
+        row[start : start + _LANE_FIELDS] = (
+            lane.completed,
+            lane.reduced_in,
+            lane.finished,
+            lane.result_bytes,
+            lane.status,
+        )
+    return row
+
+
+def _unpack(row: np.ndarray) -> Report:
+    member, epoch, lanes = (int(value) for value in row[:3])
+    table = row[3 : 3 + _LANE_FIELDS * lanes].reshape(lanes, _LANE_FIELDS)
+    return Report(member, epoch, tuple(LaneReport(*map(int, line)) for line in table))
