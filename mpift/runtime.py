@@ -56,14 +56,15 @@ class Runtime:
         self.schedule = chaos.parse(config.chaos, len(self.identities))
         # The view as the script sees it: it changes only inside our calls.
         self.view: View = world.view
+        # Gradient rounds that the script asked for, and those whose result it got.
         self.steps_called = self.steps_applied = 0
         self._last_step_event = (0.0, self.view.epoch)
         self._operations = Operations(self.member)
         self._on_service(lambda: self._service.add_lane(self._operations))
         self._exits = exits.Exits(self._last_words)
-        self._exits.install()
         self._monitor = Monitor(self._service, config, self._abort_job)
-        if startup.under_launcher():
+        if startup.under_launcher():  # otherwise there is nobody to notice
+            self._exits.install()
             self._monitor.start()
         atexit.register(_at_exit)
         self._emit(events.RankStarted, self.host, os.getpid(), self.view.size)
@@ -145,9 +146,8 @@ class Runtime:
 
         self._on_service(apply)
 
-    def step_applied(self, step: int) -> None:
-        """Count a finished step, and report it now and then; always after a new view."""
-        self.steps_applied += 1
+    def step_finished(self, step: int) -> None:
+        """Report a finished step now and then, and always the first in a new view."""
         self._exits.forget()
         now, epoch = time.monotonic(), self.view.epoch
         due = now - self._last_step_event[0] > _STEP_EVENT_SECONDS

@@ -71,6 +71,8 @@ class Exits:
 
     def remove(self) -> None:
         """Give everything back that was not taken over by others since."""
+        if not self._saved:
+            return
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._saved["excepthook"]
         if sys.exit == self._sys_exit:

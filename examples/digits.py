@@ -1,0 +1,103 @@
+"""Train a small CNN on scikit-learn's handwritten digits, on as many ranks as there are.
+
+    mpift run -np 4 python examples/digits.py
+    mpift run -np 4 --chaos kill:2@50 python examples/digits.py
+
+Ranks may die on the way: the loop below has no code for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import xxhash
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpift.torch as hvd
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """1437 images to train on, 360 held out; 8 x 8 pixels, values 0 to 1."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[360:], order[:360]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    images, labels = data.tensors
+    model.eval()
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).float().mean().item()
+    model.train()
+    return right
+
+
+def digest(model: nn.Module) -> str:
+    """The same on two ranks only if all parameters are bit-identical."""
+    hasher = xxhash.xxh3_128()
+    for tensor in model.state_dict().values():
+        hasher.update(tensor.contiguous().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=16, help="samples a rank and step")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of SGD with momentum")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+
+    hvd.init()
+    torch.manual_seed(arguments.seed + hvd.rank())
+    train, test = load_data()
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    sampler = hvd.ElasticSampler(train, seed=arguments.seed)
+    loader = DataLoader(train, batch_size=arguments.batch_size, sampler=sampler)
+
+    step = 0
+    for epoch in range(arguments.epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            hvd.report(step=step, loss=round(loss.item(), 4))
+
+    digests = hvd.allgather_object(digest(model))
+    if hvd.rank() == 0:
+        reached = accuracy(model, test)
+        identical = len(set(digests)) == 1
+        hvd.report(accuracy=round(reached, 4), parameters_identical=identical)
+        print(f"accuracy on held-out images: {reached:.4f}; parameters identical: {identical}")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

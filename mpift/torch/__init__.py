@@ -1,0 +1,94 @@
+"""The Horovod-compatible face for PyTorch: ``import mpift.torch as hvd``."""
+
+from mpift.errors import MpiftError
+from mpift.torch.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    epoch,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    report,
+    rocm_built,
+    shutdown,
+    size,
+)
+from mpift.torch.compression import Compression
+from mpift.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from mpift.torch.operations import (
+    allgather,
+    allreduce,
+    allreduce_,
+    barrier,
+    broadcast,
+    broadcast_,
+)
+from mpift.torch.optimizer import DistributedOptimizer
+from mpift.torch.reduce_ops import Average, Max, Min, Product, ReduceOp, Sum
+from mpift.torch.sampler import ElasticSampler
+
+# What scripts catch as HorovodInternalError is any error of ours.
+HorovodInternalError = MpiftError
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "ElasticSampler",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "MpiftError",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "epoch",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "report",
+    "rocm_built",
+    "shutdown",
+    "size",
+]

@@ -1,0 +1,33 @@
+"""Gradient compression, by Horovod's names. This version has ``none`` only."""
+
+from __future__ import annotations
+
+import torch
+
+
+class NoneCompressor:
+    """Sends values as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The tensor itself, and no context."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, _context: None) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+class Compression:
+    """What may be given as ``compression=``."""
+
+    none = NoneCompressor
+
+
+def require_none(compression: object) -> None:
+    """Refuse what this version cannot do, rather than ignore it."""
+    if compression is not Compression.none:
+        raise ValueError(
+            f"compression {compression!r} is not available in this version: use Compression.none"
+        )

@@ -1,0 +1,101 @@
+"""Getting ranks to start alike: broadcasts of parameters, optimizer state and objects."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpift import runtime
+from mpift.errors import RootLostError
+from mpift.reduction.operations import Kind, Operation
+from mpift.torch.operations import _broadcast_bytes
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0
+) -> None:
+    """Give every rank the tensors of ``root_rank``, in place.
+
+    ``params`` is a ``state_dict`` or ``named_parameters()``. All tensors travel in one operation,
+    so a fault leaves no mixture; should the root die before anybody has them, rank 0 of the
+    survivors is the new root.
+    """
+    items = params.items() if isinstance(params, Mapping) else params
+    tensors = [value for _, value in items if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return
+    flat = [tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    received = _from_any_root(torch.cat(flat).numpy(), root_rank)
+    start = 0
+    with torch.no_grad():
+        for tensor, old in zip(tensors, flat, strict=True):
+            piece = torch.from_numpy(received[start : start + len(old)].copy())
+            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+            start += len(old)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the optimizer state of ``root_rank``: state, learning rates and the rest.
+
+    ``model`` is accepted for Horovod's sake.
+    """
+    optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank))
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """The object of ``root_rank``, which must be picklable, on every rank; tensors come to the
+    CPU. As in ``broadcast_parameters`` the root is replaced if it dies too early."""
+    while True:
+        data = _pickled(obj)
+        try:
+            size = _broadcast_bytes(np.array([len(data)]).view(np.uint8), root_rank)
+            length = int(size.view(np.int64)[0])
+            received = _broadcast_bytes(
+                data if len(data) == length else np.zeros(length, np.uint8), root_rank
+            )
+        except RootLostError as error:
+            root_rank = _next_root(error)
+            continue
+        return torch.load(io.BytesIO(received.tobytes()), map_location="cpu", weights_only=False)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The objects of all ranks, in rank order."""
+    current = runtime.current()
+    data = np.frombuffer(pickle.dumps(obj), np.uint8)
+    # One operation for lengths and contents, so that a fault in between can't part them.
+    framed = np.concatenate([np.array([len(data)]).view(np.uint8), data])
+    everything = current.operate(Operation(Kind.ALLGATHER, framed)).tobytes()
+    objects, start = [], 0
+    while start < len(everything):
+        length = int.from_bytes(everything[start : start + 8], "little")
+        objects.append(pickle.loads(everything[start + 8 : start + 8 + length]))  # noqa: S301, from our own ranks
+        start += 8 + length
+    return objects
+
+
+def _pickled(obj: Any) -> np.ndarray:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def _from_any_root(data: np.ndarray, root_rank: int) -> np.ndarray:
+    while True:
+        try:
+            return _broadcast_bytes(data, root_rank)
+        except RootLostError as error:
+            root_rank = _next_root(error)
+
+
+def _next_root(error: RootLostError) -> int:
+    warnings.warn(f"{error}; going on with rank 0 of the survivors", stacklevel=3)
+    return 0
