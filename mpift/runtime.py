@@ -172,14 +172,13 @@ class Runtime:
     def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
         view = rebuilt.view
         if view.coordinator == self.member:
-            self._emit(
-                events.ViewChanged, view.epoch, view.members, rebuilt.lost, rebuilt.seconds
-            )
+            self._emit(events.ViewChanged, view.epoch, view.members, rebuilt.lost, rebuilt.seconds)
 
-    def _last_words(self, code: int, reason: str, trace: str) -> None:
+    def _last_words(self, code: int, reason: str, trace: str) -> bool:
         self._emit(events.RankFailed, self.host, code, reason, trace)
-        if threading.current_thread() is not self._service.thread:
-            self._service.farewell(reason)
+        if threading.current_thread() is self._service.thread:
+            return False
+        return self._service.farewell(reason)
 
     def _stop_job(self, code: int, reason: str) -> NoReturn:
         """This rank can't go on, nor can those that see what it sees."""

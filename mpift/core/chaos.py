@@ -58,9 +58,9 @@ class Schedule:
         """
         late = point in REBUILD_POINTS
         for fault in self.faults:
-            if fault.member == member and fault.point == point:
-                if fault.step == step or (late and step >= fault.step):
-                    return fault
+            now = fault.step == step or (late and step >= fault.step)
+            if now and fault.member == member and fault.point == point:
+                return fault
         return None
 
     def __str__(self) -> str:

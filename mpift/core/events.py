@@ -56,7 +56,7 @@ class ViewChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepFinished(Event):
-    """A gradient round was applied; ``step`` counts from 0. Thinned out, but never after a fault."""
+    """A gradient round was applied; ``step`` counts from 0. Thinned out, but not after a fault."""
 
     step: int
     epoch: int
@@ -140,7 +140,7 @@ def decode(line: str) -> Event | None:
         record = json.loads(line)
         kind = _KINDS[record.pop("kind")]
         known = {item.name for item in dataclasses.fields(kind)}
-        values = {
+        values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in record.items()
             if name in known

@@ -87,7 +87,7 @@ def judge(
         return Verdict(
             Outcome.QUORUM_LOST,
             f"only {len(left)} of {voters} members of epoch {view.epoch} are left and the death of"
-            f" {missing} is not confirmed: another part of the job may be alive, so this part stops",
+            f" {missing} is not confirmed: another part of the job may be alive; this part stops",
         )
     if len(left) < min_size:
         return Verdict(

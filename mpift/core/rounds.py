@@ -192,7 +192,9 @@ class Rounds:
             return state._complete_round(self.epoch, last)
         return state._start()
 
-    def _complete_round(self, reduced_in: int, last: bool) -> tuple[Rounds, tuple[Instruction, ...]]:
+    def _complete_round(
+        self, reduced_in: int, last: bool
+    ) -> tuple[Rounds, tuple[Instruction, ...]]:
         finished = replace(
             self,
             completed=self.completed + 1,

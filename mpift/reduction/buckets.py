@@ -22,7 +22,7 @@ import numpy as np
 from mpift.errors import GradientError
 
 # What is summed as what. Complex gradients are seen as pairs of reals by the caller.
-SUM_DTYPES = {
+SUM_DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float32),
     "bfloat16": np.dtype(np.float32),
     "float32": np.dtype(np.float32),
@@ -78,9 +78,7 @@ class ParameterSpec:
     dtype: str
 
 
-def lay_out(
-    parameters: Sequence[ParameterSpec], first_bytes: int, bucket_bytes: int
-) -> Layout:
+def lay_out(parameters: Sequence[ParameterSpec], first_bytes: int, bucket_bytes: int) -> Layout:
     """Buckets for ``parameters``, last one first: backward produces gradients in about that order.
 
     The first bucket of the order closes at ``first_bytes``, the others at ``bucket_bytes``. Dtypes

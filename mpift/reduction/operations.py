@@ -28,9 +28,7 @@ MAX_DIMENSIONS = 8
 _HEADER_FIELDS = 6 + MAX_DIMENSIONS
 _DTYPES = tuple(
     np.dtype(name)
-    for name in (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split()
-    )
+    for name in ("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split())
 )
 
 
@@ -146,8 +144,12 @@ class Operations:
             if operation.kind is Kind.JOINED:
                 send = np.full(shape, _neutral(name, dtype), dtype)
             self._received = np.empty(shape, dtype)
-            request = comm.Iallreduce(send, self._received, world.operator(name))
-            return Started(request, (send, self._received))
+            wire = (send, self._received)
+            if dtype == np.bool_:  # MPI has no arithmetic on booleans: any and all, as in numpy
+                wire = (_bytes(send), _bytes(self._received))
+                name = {"sum": "max", "product": "min"}.get(name, name)
+            request = comm.Iallreduce(*wire, world.operator(name))
+            return Started(request, wire)
         if kind is Kind.BROADCAST:
             root = int(active[0, 4])
             self._received = (
@@ -171,7 +173,7 @@ class Operations:
         joined = operation.kind is Kind.JOINED
         send = np.zeros(0, np.uint8) if joined else _bytes(operation.array)
         self._received = np.empty((int(lengths.sum()), *tail), dtype)
-        receive = [_bytes(self._received), counts, starts, _byte_type(comm)]
+        receive = [_bytes(self._received), counts, starts, "B"]
         request = comm.Iallgatherv(send, receive)
         return Started(request, (send, self._received, receive))
 
@@ -221,11 +223,6 @@ class Operations:
 def _bytes(array: np.ndarray) -> np.ndarray:
     """The same memory as a flat array of bytes."""
     return array.reshape(-1).view(np.uint8)
-
-
-def _byte_type(comm: Any) -> Any:
-    """The MPI datatype for bytes, by its name in mpi4py's buffer notation."""
-    return "B"
 
 
 def _neutral(operator: str, dtype: np.dtype) -> Any:

@@ -1,6 +1,6 @@
 """Mixed precision: let ``GradScaler`` look at reduced gradients, as it does with DDP.
 
-The scaler unscales and checks ``p.grad`` before it calls ``step``. On local gradients one rank might
+The scaler unscales and checks ``p.grad`` before it calls ``step``. On local gradients one rank may
 find an overflow and skip the step that the others take. So its two places that look at gradients
 complete the reduction first; all ranks then see the same values and decide alike.
 """

@@ -28,7 +28,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Position of this process in the present view; changes only inside ``step`` and collectives."""
+    """Position of this process in the view; changes only inside ``step`` and collectives."""
     return runtime.current().rank
 
 

@@ -30,7 +30,9 @@ def broadcast_parameters(
     tensors = [value for _, value in items if isinstance(value, torch.Tensor)]
     if not tensors:
         return
-    flat = [tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = [
+        tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for tensor in tensors
+    ]
     received = _from_any_root(torch.cat(flat).numpy(), root_rank)
     start = 0
     with torch.no_grad():

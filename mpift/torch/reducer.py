@@ -101,9 +101,7 @@ class Reducer:
 
     def _check_alike(self) -> None:
         """All ranks must reduce the same parameters; an error that says so beats a broken sum."""
-        text = "\n".join(
-            f"{self.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self._parameters
-        )
+        text = "\n".join(f"{self.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self._parameters)
         mine = np.array(
             [[xxhash.xxh3_64_intdigest(text.encode()) >> 1, len(self._parameters)]], dtype=np.int64
         )
@@ -147,9 +145,7 @@ class Reducer:
         passes = dict(zip(self._parameters, self._passes, strict=True))
         self._layout = self._lay_out()
         buckets = len(self._layout.buckets)
-        self._runtime.relayout(
-            self._lane, lambda: self._workload.relayout(self._layout), buckets
-        )
+        self._runtime.relayout(self._lane, lambda: self._workload.relayout(self._layout), buckets)
         self._check_alike()
         self._prepare()
         self._passes = [passes.get(parameter, 0) for parameter in self._parameters]
@@ -242,9 +238,7 @@ class Reducer:
         if self._op is Average:
             divisor *= float(result[bucket.participation])
         used = result[bucket.slots[0].used : bucket.participation].tolist()
-        for slot, count, host in zip(
-            bucket.slots, used, slot_views(bucket, result), strict=True
-        ):
+        for slot, count, host in zip(bucket.slots, used, slot_views(bucket, result), strict=True):
             parameter = self._parameters[slot.parameter]
             if not count:
                 parameter.grad = None
@@ -277,8 +271,10 @@ def name_parameters(
             for i, parameter in enumerate(group["params"])
         }
     pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError("named_parameters must be (name, parameter) pairs: model.named_parameters()")
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters must be (name, parameter) pairs: model.named_parameters()"
+        )
     counts: dict[str, int] = {}
     for name, _ in pairs:
         counts[name] = counts.get(name, 0) + 1

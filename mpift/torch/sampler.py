@@ -58,7 +58,9 @@ class ElasticSampler(Sampler[int]):
 
     def _begin(self, samples: list[int]) -> None:
         if not samples:
-            raise ValueError("there is nothing to sample: the dataset, or what is left of it, is empty")
+            raise ValueError(
+                "there is nothing to sample: the dataset, or what is left of it, is empty"
+            )
         self._deal: Deal = first_deal(samples, self._runtime.view.members, self._prefetch)
         self._drawn = 0  # turns handed to the loader
         self._finished = 0  # turns whose rounds completed

@@ -4,7 +4,7 @@ A rank that leaves with a non-zero status is invisible to MPI's other ranks: the
 for ever. So a failing rank of ours says why, and then dies by SIGKILL, which MPI does report. Under
 a guard of the launcher it keeps its exit code: the guard turns that into a signal.
 
-Covered: uncaught exceptions, ``sys.exit(n)``, ``exit(n)``, ``os._exit(n)``. A ``raise SystemExit(n)``
+Covered: uncaught exceptions, ``sys.exit(n)``, ``exit(n)``, ``os._exit(n)``. A ``raise SystemExit``
 of the script's own can't be seen from inside: such a rank leaves politely, when the others have
 finished. An exit from C code is found by the other ranks of the node (``monitor``).
 """
@@ -12,6 +12,7 @@ finished. An exit from C code is found by the other ranks of the node (``monitor
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import signal
 import sys
@@ -22,18 +23,18 @@ from typing import Any, NoReturn
 
 GUARD_VARIABLE = "MPIFT_LAUNCHED"
 
-# (exit code, reason, traceback): say last words; must not raise or block for long.
-LastWords = Callable[[int, str, str], None]
+# (exit code, reason, traceback): say last words; must not raise or block for long. Returns whether
+# nobody is left who would have to notice this end.
+LastWords = Callable[[int, str, str], bool]
 
 
-def leave(code: int) -> NoReturn:
-    """End this process at once, so that everybody sees it."""
+def leave(code: int, unseen: bool = False) -> NoReturn:
+    """End this process at once, so that everybody sees it; ``unseen`` if nobody needs to, and the
+    exit code may go to the launcher instead."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
-    if GUARD_VARIABLE not in os.environ:
+    if GUARD_VARIABLE not in os.environ and not unseen:
         os.kill(os.getpid(), signal.SIGKILL)
     _system_exit(code)
 
@@ -63,7 +64,7 @@ class Exits:
         self._saved = {"excepthook": sys.excepthook, "exit": sys.exit, "_exit": os._exit}
         sys.excepthook = self._uncaught
         sys.exit = self._sys_exit
-        os._exit = self._os_exit
+        os._exit = self._os_exit  # type: ignore[assignment]
         for name in ("exit", "quit"):
             if hasattr(builtins, name):
                 self._saved[f"builtins.{name}"] = getattr(builtins, name)
@@ -114,5 +115,4 @@ class Exits:
         raise AssertionError("os._exit returned")
 
     def _end(self, code: int, reason: str, trace: str) -> NoReturn:
-        self._last_words(code, reason, trace)
-        leave(code)
+        leave(code, unseen=self._last_words(code, reason, trace))

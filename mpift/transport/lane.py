@@ -34,8 +34,13 @@ class Started:
 class Workload(Protocol):
     """The data side of a lane. Called on the service thread only."""
 
-    buckets: int
-    in_turn: bool
+    @property
+    def buckets(self) -> int:
+        """Buckets of the open round."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a bucket starts only after the one before it completed."""
 
     def start(self, world: World, comm: Any, start: rounds.Start) -> Started | None:
         """Begin the collective; None if this bucket needs none (it is complete at once)."""
@@ -68,7 +73,9 @@ class _HandOver:
 class Lane:
     """One lane of this rank; see the module's docstring."""
 
-    def __init__(self, index: int, workload: Workload, on_start: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, index: int, workload: Workload, on_start: Callable[[int, int], None]
+    ) -> None:
         self.index = index
         self.workload = workload
         self.rounds = Rounds(workload.buckets, workload.in_turn)

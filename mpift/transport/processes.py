@@ -6,7 +6,6 @@ death counts once the operating system agrees: no process of that pid and start 
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,16 +32,14 @@ def identify(member: int) -> ProcessIdentity:
     """The identity of the calling process."""
     process = psutil.Process()
     host = socket.gethostname()
-    return ProcessIdentity(
-        member, host, f"{host}/{_kernel()}", process.pid, process.create_time()
-    )
+    return ProcessIdentity(member, host, f"{host}/{_kernel()}", process.pid, process.create_time())
 
 
 def _kernel() -> str:
     """What makes pids comparable: the boot of the kernel, and the pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return "unknown"
 
@@ -60,8 +57,6 @@ def is_gone(identity: ProcessIdentity, here: ProcessIdentity) -> bool | None:
         return True
 
 
-def confirmed_gone(
-    candidates: Iterable[ProcessIdentity], here: ProcessIdentity
-) -> frozenset[int]:
+def confirmed_gone(candidates: Iterable[ProcessIdentity], here: ProcessIdentity) -> frozenset[int]:
     """Member ids of those that this node's kernel says are gone."""
     return frozenset(c.member for c in candidates if is_gone(c, here))

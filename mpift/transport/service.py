@@ -110,12 +110,20 @@ class Service:
 
         self.call(join)
 
-    def farewell(self, text: str, timeout: float = 0.2) -> None:
+    def farewell(self, text: str, timeout: float = 0.2) -> bool:
         """Tell all others why this rank is about to die; waits until that is sent, or not at all
-        if the loop cannot."""
+        if the loop cannot. Returns whether all others have said the same by then: a fault that
+        strikes everybody."""
         sent = threading.Event()
         self.call(lambda: self._send_to_all(Kind.FAREWELL, text, sent))
+        deadline = time.monotonic() + timeout
         sent.wait(timeout)
+        while not (alone := self._all_said_farewell()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return alone
+
+    def _all_said_farewell(self) -> bool:
+        return set(self.world.view.members) <= {self.world.member, *self.farewells}
 
     def request_rebuild(self) -> None:
         """On the service thread: make the communicators anew, for lanes that were added."""
@@ -127,9 +135,7 @@ class Service:
         index = len(self.lanes)
         strike = self._hooks.strike if index else (lambda _round, _point: None)
         lane = Lane(index, workload, lambda round_, bucket: strike(round_, f"bucket{bucket}"))
-        lane.rounds = rounds.Rounds(
-            workload.buckets, workload.in_turn, epoch=self.world.view.epoch
-        )
+        lane.rounds = rounds.Rounds(workload.buckets, workload.in_turn, epoch=self.world.view.epoch)
         self.lanes.append(lane)
         return index
 
@@ -145,7 +151,7 @@ class Service:
             self.world = self._make_world()
             self.views[self.world.view.epoch] = self.world.view
             self._receive()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001, it is raised again by start()
             self._start_error = error
             return
         finally:
@@ -157,7 +163,7 @@ class Service:
             self.blocked_in = ("ending MPI", time.monotonic())
             self.world.finalize()
             self.blocked_in = None
-        except BaseException:
+        except BaseException:  # noqa: BLE001, no way out of this thread may be silent
             self._hooks.stop(
                 ExitCode.SCRIPT_FAILED, f"the service thread failed:\n{traceback.format_exc()}"
             )

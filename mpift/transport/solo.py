@@ -14,6 +14,7 @@ import numpy as np
 from mpift.core.membership import initial_view
 from mpift.errors import TransportError
 from mpift.transport import processes
+from mpift.transport.processes import ProcessIdentity
 from mpift.transport.world import Rebuilt, Report
 
 
@@ -47,19 +48,20 @@ class SoloComm:
         return _Done()
 
 
-
 class SoloWorld:
     """See ``transport.world.World``."""
 
-    errors: tuple[type[BaseException], ...] = ()
-    warnings: tuple[str, ...] = ()
-
     def __init__(self) -> None:
+        self.warnings: list[str] = []
         self.member = 0
         self.view = initial_view(1)
-        self.identities = (processes.identify(0),)
-        self.control = SoloComm()
+        self.identities: tuple[ProcessIdentity, ...] = (processes.identify(0),)
+        self.control: Any = SoloComm()
         self.lanes: list[Any] = []
+
+    @property
+    def errors(self) -> tuple[type[BaseException], ...]:
+        return ()
 
     def open_lanes(self, count: int) -> None:
         self.lanes = [SoloComm() for _ in range(count)]
@@ -67,7 +69,7 @@ class SoloWorld:
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         return [i for i, request in enumerate(requests) if isinstance(request, _Done)]
 
-    def receive(self, _buffer: bytearray, _tag: int) -> _Never:
+    def receive(self, buffer: bytearray, tag: int) -> _Never:
         return _Never()
 
     def operator(self, name: str) -> str:

@@ -59,11 +59,12 @@ class Rebuilt:
 class World(Protocol):
     """What the service needs of its surroundings; ``MpiWorld`` and ``SoloWorld`` provide it."""
 
-    view: View
     member: int
+    view: View
     identities: tuple[ProcessIdentity, ...]
-    lanes: list[Any]
+    warnings: list[str]
     control: Any
+    lanes: list[Any]
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         """Indices of the requests that completed; raises one of ``errors`` on a fault."""
@@ -72,7 +73,9 @@ class World(Protocol):
     def errors(self) -> tuple[type[BaseException], ...]:
         """What a call into this world raises at a fault."""
 
-    def rebuild(self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
+    def rebuild(
+        self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]
+    ) -> Rebuilt:
         """Make communicators of the survivors; ``at`` is called at the named points inside."""
 
     def receive(self, buffer: bytearray, tag: int) -> Any:

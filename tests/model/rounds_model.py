@@ -106,19 +106,25 @@ class RoundsModel:
                 continue
             if bucket == -1:
                 if machine.suspended:
-                    yield (f"rank {number} ends the hand-over of {round_}",
-                           self._hand_over(world, number, round_))
+                    yield (
+                        f"rank {number} ends the hand-over of {round_}",
+                        self._hand_over(world, number, round_),
+                    )
             elif round_ == machine.completed and bucket not in machine.done:
                 who = frozenset(n for n, real in by.items() if real)
                 results = list(rank.results) + [frozenset()] * machine.buckets
                 results[bucket] = who
                 held = replace(rank, results=tuple(results[: machine.buckets]))
                 event = rounds.BucketCompleted(epoch, bucket, len(who))
-                yield (f"rank {number} completes bucket {bucket} of {round_} with {sorted(who)}",
-                       self._feed(_with(world, number, held), number, event))
+                yield (
+                    f"rank {number} completes bucket {bucket} of {round_} with {sorted(who)}",
+                    self._feed(_with(world, number, held), number, event),
+                )
 
     def _hand_over(self, world: World, number: int, round_: int) -> World:
-        givers = [r.last for n, r in enumerate(world.ranks) if n in world.view and r.last[0] == round_]
+        givers = [
+            r.last for n, r in enumerate(world.ranks) if n in world.view and r.last[0] == round_
+        ]
         _, tag, result = givers[0]
         rank = world.ranks[number]
         if rank.machine.completed == round_:

@@ -41,11 +41,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "checkpoint": PARTS,
     "recovery": PARTS,
     "parameter_server": PARTS,
-    "runtime": SERVICES,
+    "runtime": SERVICES | {"observe"},  # events have to be heard from the first on
     "communicator": SERVICES | {"runtime"},
     "torch": PARTS | {"reduction", "runtime", "communicator"},
     "launch": FACES,
-    "observe": FACES,
+    "observe": GROUND,  # gets events and values handed to it
     "simulate": FACES,
     "testing": TOOLS,
     "bench": TOOLS | {"testing"},

@@ -1,0 +1,236 @@
+"""What ranks do in the protocol tests; no torch here, so that they start fast."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+import zlib
+from typing import Any
+
+import numpy as np
+
+import mpift
+from mpift import runtime
+from mpift.reduction.buckets import Buffers, Layout, ParameterSpec, lay_out
+from mpift.reduction.gradients import GradientRounds
+
+STEPS = 40
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def collectives() -> dict[str, Any]:
+    """Every operation once, mistakes included; all on one start."""
+    comm = mpift.Communicator()
+    rank = comm.rank
+    seen: dict[str, Any] = {
+        "sum": comm.allreduce(np.arange(5) + rank).tolist(),
+        "min": comm.allreduce(np.float32(rank), "min").tolist(),
+        "max": comm.allreduce(np.array([[rank]], np.int8), "max").tolist(),
+        "product": comm.allreduce(np.full(2, rank + 1.0), "product").tolist(),
+        "empty": comm.allreduce(np.zeros((0, 3))).shape,
+        "any": comm.allreduce(np.array([rank == 1]), "max").tolist(),
+        "broadcast": comm.broadcast(np.full(3, rank), root=1).tolist(),
+        "gather": comm.allgather(np.full((rank, 2), rank)).tolist(),
+        "gather_scalars": comm.allgather(rank).tolist(),
+        "strided": comm.allreduce(np.arange(6).reshape(2, 3).T).tolist(),
+    }
+    for name, call in {
+        "mismatch": lambda: comm.allreduce(np.zeros(2 + (rank == 1))),
+        "other_call": lambda: comm.barrier() if rank == 1 else comm.allgather([1]),
+        "bad_operator": lambda: comm.allreduce([1], "xor"),
+        "bad_dtype": lambda: comm.allreduce(np.zeros(1, "datetime64[s]")),
+        "bad_root": lambda: comm.broadcast([1], root=9),
+    }.items():
+        try:
+            call()
+            seen[name] = "no error"
+        except mpift.MismatchError as error:
+            seen[name] = str(error)
+    seen["still_works"] = comm.allreduce([1]).tolist()
+    comm.free()
+    return seen
+
+
+def survive(kills: dict[str, int]) -> dict[str, Any]:
+    """Operations one after the other while members die at given ones."""
+    comm = mpift.Communicator()
+    member = comm.members[comm.rank]
+    sizes, sums = [], []
+    for step in range(STEPS):
+        if kills.get(str(member)) == step:
+            die()
+        sums.append(float(comm.allreduce(np.full(3, 10.0**member))[0]))
+        sizes.append(comm.size)
+    digests = comm.allgather([hash(tuple(sums))])
+    comm.free()
+    return {"sizes": sizes, "sums": sums, "alike": len(set(digests.tolist())) == 1}
+
+
+def random_deaths(seed: int) -> dict[str, Any]:
+    """Members die at random moments, in the middle of operations of random size too."""
+    chance = random.Random(seed)
+    size = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    victims = chance.sample(range(size), chance.randint(1, size - 1))
+    together = chance.randrange(STEPS)
+    when = {v: together if chance.random() < 0.5 else chance.randrange(STEPS) for v in victims}
+    elements = chance.choice([1, 1000, 300_000])
+    delays = {v: chance.random() * 0.004 for v in victims}
+    comm = mpift.Communicator()
+    member = comm.members[comm.rank]
+    total = 0
+    for step in range(STEPS):
+        if when.get(member) == step:
+            threading.Timer(delays[member], die).start()
+        result = comm.allreduce(np.full(elements, 1 << member))
+        assert (result == result[0]).all()
+        total = (total * 31 + int(result[0])) % 1_000_003
+    totals = comm.allgather([total]).tolist()
+    comm.free()
+    return {"alike": len(set(totals)) == 1}
+
+
+class Trainer:
+    """Trains on integers: the gradient of a member in a step is known, so every sum can be
+    accounted for. Drives the same lanes and buckets as the optimizer does."""
+
+    def __init__(self, elements: int = 50_000, parameters: int = 6) -> None:
+        runtime.start()
+        self.runtime = runtime.current()
+        specs = [ParameterSpec(f"p{i}", elements, "float32") for i in range(parameters)]
+        self.layout: Layout = lay_out(specs, elements * 4, elements * 8)
+        self.workload = GradientRounds(self.layout)
+        self.lane = self.runtime.open_lane(self.workload)
+        self.round = 0
+
+    @property
+    def buffers(self) -> Buffers:
+        return self.workload.buffers
+
+    def step(self) -> list[float]:
+        """One round; returns each bucket's value and participation."""
+        self.runtime.strike(self.round, "step")
+        for number, bucket in enumerate(self.layout.buckets):
+            array = self.buffers.contributions[number]
+            array[:] = gradient(self.runtime.member, self.round)
+            array[bucket.participation] = 1
+            self.runtime.contribute(self.lane, number)
+        epoch = self.workload.wait(self.round)
+        found: list[float] = []
+        for number, bucket in enumerate(self.layout.buckets):
+            result = self.workload.result(self.round, number)
+            values = result[: bucket.participation]
+            assert (values == values[0]).all(), "a result is torn"
+            found += [float(values[0]), float(result[bucket.participation])]
+        self.runtime.see(epoch)
+        self.round += 1
+        return found
+
+
+def gradient(member: int, step: int) -> int:
+    """A bit a member, so that a sum names its participants; below 2**24, exact in float32."""
+    return (1 << member) * 16 + (step % 3 if member == 0 else 0)
+
+
+def train(steps: int, elements: int) -> dict[str, Any]:
+    """Rounds of integer gradients under a fault schedule; returns who took part in each."""
+    trainer = Trainer(elements)
+    participants: list[list[int]] = []
+    for step in range(steps):
+        found = trainer.step()
+        values, counts = found[0::2], found[1::2]
+        assert len(set(values)) == 1, f"buckets of one round differ: {values}"
+        members = [m for m in range(8) if int(values[0]) & (16 << m)]
+        expected = sum(gradient(m, step) for m in members)
+        assert values[0] == expected, (values[0], expected)
+        assert counts[0] == len(members)
+        participants.append(members)
+    member = trainer.runtime.member
+    everybody = mpift.Communicator().allgather([zlib.crc32(str(participants).encode())]).tolist()
+    view = list(trainer.runtime.view.members)
+    lane = trainer.runtime._service.lanes[trainer.lane]  # noqa: SLF001, what no user may see
+    quarantined = sum(b.nbytes for item in lane.quarantine for b in item.buffers)
+    mpift.shutdown()
+    return {
+        "participants": participants,
+        "member": member,
+        "view": view,
+        "alike": len(set(everybody)) == 1,
+        "quarantined": quarantined,
+    }
+
+
+def uneven(loops: dict[str, int]) -> dict[str, Any]:
+    """Members leave their loops after different numbers of steps."""
+    trainer = Trainer(100)
+    member = trainer.runtime.member
+    counts = [trainer.step()[1] for _ in range(loops[str(member)])]
+    mpift.shutdown()
+    return {"counts": counts}
+
+
+def leave(how: str, leaver: int) -> dict[str, Any]:
+    """One member ends in a given way in the middle of its loop; the others finish."""
+    comm = mpift.Communicator()
+    member = comm.members[comm.rank]
+    for step in range(STEPS):
+        if step == 10 and leaver in (member, -1):
+            end(how)
+        comm.allreduce([step])
+    size = comm.size
+    comm.free()
+    return {"size": size}
+
+
+def end(how: str) -> None:
+    if how == "raise":
+        raise ValueError("a fault of the script")
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "os._exit":
+        os._exit(3)
+    if how == "C":
+        ctypes.CDLL(None)._exit(3)
+    if how == "zero":
+        sys.exit(0)
+    raise SystemExit(3)
+
+
+def leave_without_goodbye() -> dict[str, Any]:
+    """The script just ends: no shutdown, no free."""
+    comm = mpift.Communicator()
+    return {"sum": comm.allreduce([1]).tolist()}
+
+
+def mpi4py_first() -> dict[str, Any]:
+    """The script has loaded MPI itself, and uses it before."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    before = world.allreduce(1)
+    comm = mpift.Communicator(world)
+    after = comm.allreduce([1]).tolist()
+    comm.free()
+    return {"before": before, "after": after}
+
+
+def sub_communicator() -> dict[str, Any]:
+    """A communicator of half of the processes; the other half ends at once."""
+    from mpi4py import MPI
+
+    half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, MPI.COMM_WORLD.rank)
+    comm = mpift.Communicator(half)
+    found = comm.allgather([MPI.COMM_WORLD.rank]).tolist()
+    comm.free()
+    return {"found": found}
+
+
+def stop_in_mid_transfer(steps: int, elements: int) -> dict[str, Any]:
+    """As ``train``, but slow enough to be stopped from outside in the middle of a transfer."""
+    return train(steps, elements)

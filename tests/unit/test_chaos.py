@@ -1,0 +1,59 @@
+"""The grammar of fault schedules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpift.core.chaos import Fault, Schedule, parse
+from mpift.errors import ChaosError
+
+
+def test_a_schedule_of_several_faults_is_read_in_order() -> None:
+    schedule = parse("kill:2@50, kill:0@120:bucket1", world_size=4)
+    assert schedule.faults == (Fault("kill", 2, 50), Fault("kill", 0, 120, "bucket1"))
+
+
+def test_an_empty_schedule_has_no_faults() -> None:
+    assert parse("  ") == Schedule()
+
+
+def test_a_fault_is_due_only_at_its_place() -> None:
+    schedule = parse("kill:2@50")
+    assert schedule.due(2, 50, "step") is not None
+    assert schedule.due(2, 51, "step") is None
+    assert schedule.due(1, 50, "step") is None
+    assert schedule.due(2, 50, "bucket0") is None
+
+
+def test_a_fault_in_a_rebuild_is_due_in_the_first_rebuild_after_its_step() -> None:
+    schedule = parse("kill:1@20:split")
+    assert schedule.due(1, 19, "split") is None
+    assert schedule.due(1, 23, "split") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("kill:2", "VERB:MEMBER@STEP"),
+        ("kill:2@50,", "VERB:MEMBER@STEP"),
+        ("melt:2@50", "unknown verb 'melt'"),
+        ("kill:2@50:moon", "unknown point 'moon'"),
+        ("kill:4@50", "no member 4 in a world of 4"),
+        ("kill:-1@50", "VERB:MEMBER@STEP"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_with_the_item_named(text: str, part: str) -> None:
+    with pytest.raises(ChaosError, match="chaos item") as caught:
+        parse(text, world_size=4)
+    assert part in str(caught.value)
+
+
+@given(st.text(max_size=40))
+def test_no_text_raises_anything_else(text: str) -> None:
+    try:
+        schedule = parse(text)
+    except ChaosError:
+        return
+    assert parse(str(schedule)) == schedule
