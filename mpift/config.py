@@ -67,7 +67,7 @@ class Config:
                 values[item.name] = value
         unknown = set(arguments) - {item.name for item in dataclasses.fields(cls)}
         if unknown:
-            raise ConfigError(f"unknown setting {sorted(unknown)[0]!r}")
+            raise ConfigError(f"unknown setting {min(unknown)!r}")
         return cls(**values)
 
 
@@ -93,6 +93,6 @@ def _check(item: dataclasses.Field[Any], value: Any, source: str) -> None:
         raise ConfigError(f"{source}: {value!r} is above the largest allowed value, {high}")
     if item.name == "chaos":
         try:
-            chaos_grammar.parse(value)
+            chaos_grammar.parse(str(value))
         except ChaosError as error:
             raise ConfigError(f"{source}: {error}") from None

@@ -22,7 +22,7 @@ class Device(Protocol):
         """Return once all copies begun so far are in host memory."""
 
     def copy_out(self, host: torch.Tensor, divisor: float, gradient: torch.Tensor) -> None:
-        """``gradient`` = ``host`` / ``divisor``, in the gradient's dtype; ``host`` stays as it is."""
+        """``gradient`` = ``host`` / ``divisor``, in the gradient's dtype; ``host`` stays."""
 
 
 _DEVICES: dict[str, Device] = {"cpu": CpuDevice()}

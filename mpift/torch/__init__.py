@@ -31,6 +31,7 @@ from mpift.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    digest,
 )
 from mpift.torch.operations import (
     allgather,
@@ -74,6 +75,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "digest",
     "epoch",
     "gloo_built",
     "gloo_enabled",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from mpift import runtime
 from mpift.errors import RootLostError
@@ -82,6 +83,33 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         objects.append(pickle.loads(everything[start + 8 : start + 8 + length]))  # noqa: S301, from our own ranks
         start += 8 + length
     return objects
+
+
+def digest(state: Any) -> str:
+    """XXH3-128 of a state, as hexadecimal: equal on two ranks only if every bit of it is.
+
+    ``state`` is a tensor, a ``state_dict``, or any nesting of mappings, lists and plain values.
+    """
+    hasher = xxhash.xxh3_128()
+    _feed(hasher, state)
+    return hasher.hexdigest()
+
+
+def _feed(hasher: xxhash.xxh3_128, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        hasher.update(flat.view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            hasher.update(repr(key).encode())
+            _feed(hasher, item)
+    elif isinstance(value, list | tuple):
+        hasher.update(str(len(value)).encode())
+        for item in value:
+            _feed(hasher, item)
+    else:
+        hasher.update(repr(value).encode())
 
 
 def _pickled(obj: Any) -> np.ndarray:

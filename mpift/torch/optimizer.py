@@ -7,7 +7,6 @@ and pickles of it are plain optimizers.
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,9 +92,17 @@ class DistributedMixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy has no lane of its own: it is the plain optimizer that this one was made from.
-        plain = type(self).__mro__[2]
-        state = self.__getstate__()  # type: ignore[attr-defined]
-        return copyreg.__newobj__, (plain,), state  # type: ignore[attr-defined]
+        return _blank, (_plain_class(self),), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _plain_class(optimizer: DistributedMixin) -> type:
+    """The class that the optimizer had before it was distributed."""
+    return type(optimizer).__mro__[2]
+
+
+def _blank(plain: type) -> Any:
+    """An instance without state, for copies and pickles to fill."""
+    return plain.__new__(plain)
 
 
 def DistributedOptimizer(  # noqa: N802, the name that scripts use

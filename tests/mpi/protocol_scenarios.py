@@ -154,7 +154,7 @@ def train(steps: int, elements: int) -> dict[str, Any]:
     member = trainer.runtime.member
     everybody = mpift.Communicator().allgather([zlib.crc32(str(participants).encode())]).tolist()
     view = list(trainer.runtime.view.members)
-    lane = trainer.runtime._service.lanes[trainer.lane]  # noqa: SLF001, what no user may see
+    lane = trainer.runtime._service.lanes[trainer.lane]
     quarantined = sum(b.nbytes for item in lane.quarantine for b in item.buffers)
     mpift.shutdown()
     return {
