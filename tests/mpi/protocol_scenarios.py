@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,11 +139,14 @@ def gradient(member: int, step: int) -> int:
     return (1 << member) * 16 + (step % 3 if member == 0 else 0)
 
 
-def train(steps: int, elements: int) -> dict[str, Any]:
-    """Rounds of integer gradients under a fault schedule; returns who took part in each."""
+def train(steps: int, elements: int, started: str = "") -> dict[str, Any]:
+    """Rounds of integer gradients under a fault schedule; returns who took part in each. The file
+    ``started`` is made once all ranks are at work."""
     trainer = Trainer(elements)
     participants: list[list[int]] = []
     for step in range(steps):
+        if started and step == 3:
+            Path(started).touch()
         found = trainer.step()
         values, counts = found[0::2], found[1::2]
         assert len(set(values)) == 1, f"buckets of one round differ: {values}"
@@ -229,8 +233,3 @@ def sub_communicator() -> dict[str, Any]:
     found = comm.allgather([MPI.COMM_WORLD.rank]).tolist()
     comm.free()
     return {"found": found}
-
-
-def stop_in_mid_transfer(steps: int, elements: int) -> dict[str, Any]:
-    """As ``train``, but slow enough to be stopped from outside in the middle of a transfer."""
-    return train(steps, elements)

@@ -1,0 +1,99 @@
+"""A lane and its buffers: what MPI may still touch is never used again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpift.core import rounds
+from mpift.reduction.buckets import ParameterSpec, lay_out
+from mpift.reduction.gradients import GradientRounds
+from mpift.transport.lane import Lane
+from mpift.transport.solo import SoloWorld
+from mpift.transport.world import LaneReport, Report
+
+
+class SlowComm:
+    """Collectives that begin and never complete; it remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def Iallreduce(self, send: np.ndarray, receive: np.ndarray, _operator: Any) -> object:
+        self.given.append((send, receive))
+        return object()
+
+
+def lane_of(buckets: int = 2) -> tuple[SoloWorld, SlowComm, Lane, GradientRounds]:
+    specs = [ParameterSpec(f"p{i}", 10, "float32") for i in range(buckets)]
+    workload = GradientRounds(lay_out(specs, 40, 40))
+    world = SoloWorld()
+    comm = SlowComm()
+    world.lanes = [comm]
+    return world, comm, Lane(0, workload, lambda _round, _bucket: None), workload
+
+
+def in_epoch(world: SoloWorld, lane: Lane, epoch: int) -> None:
+    world.view = world.view.successor(epoch, world.view.members)
+    lane.reconcile(world, (Report(0, epoch - 1, (lane.report(),)),))
+
+
+def complete_all(world: SoloWorld, comm: SlowComm, lane: Lane) -> None:
+    while lane.requests:
+        for send, receive in comm.given:
+            np.copyto(receive, send)
+        lane.complete(world, [0])
+
+
+def test_a_redo_receives_into_fresh_buffers() -> None:
+    world, comm, lane, workload = lane_of()
+    for bucket in range(2):
+        workload.buffers.contributions[bucket][:] = 1
+        lane.feed(world, rounds.Contributed(bucket))
+    before = list(comm.given)
+    comm.given.clear()
+    lane.fault(world)
+    in_epoch(world, lane, 1)
+    for (_, old), (_, new) in zip(before, comm.given, strict=True):
+        assert not np.shares_memory(old, new)
+    # The stopped sender of the old epoch goes on, and writes where it was told to.
+    for _, old in before:
+        old[:] = 666
+    complete_all(world, comm, lane)
+    for bucket in range(2):
+        assert (workload.result(0, bucket) == 1).all()
+
+
+def test_a_contribution_that_may_still_be_read_is_not_written_by_the_next_round() -> None:
+    world, comm, lane, workload = lane_of(1)
+    first = workload.buffers.contributions[0]
+    first[:] = 1
+    lane.feed(world, rounds.Contributed(0))
+    lane.fault(world)
+    comm.given.clear()
+    in_epoch(world, lane, 1)
+    complete_all(world, comm, lane)
+    workload.buffers.contributions[0][:] = 2
+    assert (first == 1).all()
+
+
+def test_what_never_completed_stays_referenced_for_life() -> None:
+    world, comm, lane, workload = lane_of(1)
+    workload.buffers.contributions[0][:] = 1
+    lane.feed(world, rounds.Contributed(0))
+    lane.fault(world)
+    (kept,) = lane.quarantine
+    assert [id(buffer) for buffer in kept.buffers] == [id(buffer) for buffer in comm.given[0]]
+
+
+def test_a_result_is_handed_over_even_after_the_layout_changed() -> None:
+    world, comm, lane, workload = lane_of(2)
+    for bucket in range(2):
+        workload.buffers.contributions[bucket][:] = 5
+        lane.feed(world, rounds.Contributed(bucket))
+    complete_all(world, comm, lane)
+    workload.relayout(lay_out([ParameterSpec("q", 3, "float32")], 40, 40))
+    lane.set_buckets(1)
+    assert lane.report() == LaneReport(1, 0, 0, 2 * 12 * 4, 0)
+    assert all((result == 5).all() for result in workload.result_to_give())
