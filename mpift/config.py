@@ -38,6 +38,8 @@ class Config:
     fence_timeout: float = _setting(2.0, low=0.0)
     # A rebuild that takes longer is given up: the process ends and says so.
     rebuild_timeout: float = _setting(30.0, low=1.0)
+    # MPI starts only when all ranks have come; one that died before would be waited for for ever.
+    start_timeout: float = _setting(120.0, low=1.0)
     # How long a finished rank waits for the others to finish too before it leaves.
     leave_timeout: float = _setting(2.0, low=0.0)
     # While no collective is in flight, MPI is looked at this often.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,6 @@ from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Kind, Operation, Operations
 from mpift.transport import exits, startup
 from mpift.transport.monitor import Monitor
-from mpift.transport.processes import ProcessIdentity
 from mpift.transport.service import Hooks, Service
 from mpift.transport.solo import SoloWorld
 from mpift.transport.world import MAX_LANES, MpiWorld, Rebuilt
@@ -43,17 +43,24 @@ class Runtime:
 
     def __init__(self, comm: Any, config: Config) -> None:
         self.config = config
+        self.member = startup.launch_rank()
+        self.host = socket.gethostname()
         self._subscribers: list[Callable[[events.Event], None]] = [lines.subscriber()]
         self._service = Service(
             lambda: _make_world(comm, config),
             config,
             Hooks(self._view_changed, self._stop_job, self.strike),
         )
+        self._exits = exits.Exits(self._last_words)
+        self._monitor = Monitor(self._service, config, self._abort_job)
+        if startup.under_launcher():  # otherwise there is nobody to notice
+            self._exits.install()
+            self._monitor.start()
         self._service.start()
         world = self._service.world
         self.member = world.member
-        self.identities: tuple[ProcessIdentity, ...] = world.identities
-        self.schedule = chaos.parse(config.chaos, len(self.identities))
+        self.identities = world.identities
+        self.schedule = chaos.parse(config.chaos, world.launch_size)
         # The view as the script sees it: it changes only inside our calls.
         self.view: View = world.view
         # Gradient rounds that the script asked for, and those whose result it got.
@@ -61,20 +68,11 @@ class Runtime:
         self._last_step_event = (0.0, self.view.epoch)
         self._operations = Operations(self.member)
         self._on_service(lambda: self._service.add_lane(self._operations))
-        self._exits = exits.Exits(self._last_words)
-        self._monitor = Monitor(self._service, config, self._abort_job)
-        if startup.under_launcher():  # otherwise there is nobody to notice
-            self._exits.install()
-            self._monitor.start()
         atexit.register(_at_exit)
         self._emit(events.RankStarted, self.host, os.getpid(), self.view.size)
         self._warn(world.warnings)
 
     # -- who and where -----------------------------------------------------------------------------
-
-    @property
-    def host(self) -> str:
-        return self.identities[self.member].host
 
     @property
     def rank(self) -> int:
@@ -95,6 +93,7 @@ class Runtime:
 
     def operate(self, operation: Operation) -> np.ndarray:
         """Carry out one operation with all ranks; returns its result, an array of its own."""
+        self._require_service()
         operation.check()
         self._exits.forget()
 
@@ -130,11 +129,15 @@ class Runtime:
         self.operate(Operation(Kind.OPEN_LANE))
         self._on_service(add)
         if not opened:
-            raise MismatchError(f"at most {MAX_LANES - 1} distributed optimizers can be made")
+            raise MismatchError(
+                f"at most {MAX_LANES - 1} distributed optimizers can be made before a shutdown()"
+                " and a new init()"
+            )
         return opened[0]
 
     def contribute(self, lane: int, bucket: int) -> None:
         """This rank's part of a bucket is in place."""
+        self._require_service()
         self._service.feed(lane, rounds.Contributed(bucket))
 
     def relayout(self, lane: int, change: Callable[[], None], buckets: int) -> None:
@@ -176,7 +179,7 @@ class Runtime:
 
     def _last_words(self, code: int, reason: str, trace: str) -> bool:
         self._emit(events.RankFailed, self.host, code, reason, trace)
-        if threading.current_thread() is self._service.thread:
+        if not self._service.running or threading.current_thread() is self._service.thread:
             return False
         return self._service.farewell(reason)
 
@@ -188,7 +191,7 @@ class Runtime:
     def _abort_job(self, code: int, reason: str) -> NoReturn:
         """End the whole job, also ranks that see nothing of the reason."""
         self._emit(events.JobStopped, int(code), reason)
-        if self._service.blocked_in is None and self.view.size > 1:
+        if self._service.running and self._service.blocked is None:
             self._service.call(lambda: self._service.world.abort(code))
             time.sleep(1.0)  # the abort ends this process
         exits.leave(code)
@@ -214,6 +217,12 @@ class Runtime:
 
     # -- helpers -----------------------------------------------------------------------------------
 
+    def _require_service(self) -> None:
+        if not self._service.running:
+            raise NotInitializedError(
+                "mpift is shut down, or this is a forked child of the process that started it"
+            )
+
     def _emit(self, kind: type[events.Event], *values: Any) -> None:
         event = kind(time.time(), self.member, *values)
         for subscriber in self._subscribers:
@@ -238,19 +247,20 @@ class Runtime:
 
 def _make_world(comm: Any, config: Config) -> MpiWorld | SoloWorld:
     alone = comm is None and not startup.under_launcher() and not startup.loaded()
-    world = SoloWorld() if alone else MpiWorld(comm, config)
-    world.open_lanes(_FIRST_LANES)
-    return world
+    return SoloWorld(_FIRST_LANES) if alone else MpiWorld(comm, config, _FIRST_LANES)
 
 
 def start(comm: Any = None, config: Config | None = None) -> Runtime:
     """The process's runtime, started if there is none.
 
     ``comm`` is an mpi4py communicator, or None for all processes of the launch. Raises
-    ``ConfigError`` if a runtime with other settings is running already.
+    ``ConfigError`` if a runtime with other settings is running already, and ``TypeError`` for a
+    ``comm`` of another kind.
     """
     global _current
     with _lock:
+        if comm is not None and not hasattr(comm, "Get_rank"):
+            raise TypeError(f"comm must be an mpi4py communicator or None, not {comm!r}")
         if _current is None:
             _current = Runtime(comm, config or Config.load())
         elif config is not None and config != _current.config:

@@ -99,7 +99,7 @@ def _feed(hasher: xxhash.xxh3_128, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
         flat = value.detach().to("cpu").contiguous().reshape(-1)
-        hasher.update(flat.view(torch.uint8).numpy())
+        hasher.update(flat.view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             hasher.update(repr(key).encode())

@@ -102,7 +102,7 @@ def _plain_class(optimizer: DistributedMixin) -> type:
 
 def _blank(plain: type) -> Any:
     """An instance without state, for copies and pickles to fill."""
-    return plain.__new__(plain)
+    return object.__new__(plain)
 
 
 def DistributedOptimizer(  # noqa: N802, the name that scripts use

@@ -1,7 +1,7 @@
 """A thread that looks twice a second at what MPI cannot see or may not come back from.
 
-It makes no MPI call. It ends this process, with a named reason, when a rebuild takes too long, when
-a rank of this node left in a way that MPI does not report, and when the launcher is gone.
+It makes no MPI call. It ends this process, with a named reason, when a start or a rebuild takes
+too long, when a rank of this node left in a way that MPI does not report, and when the launcher is gone.
 """
 
 from __future__ import annotations
@@ -45,17 +45,24 @@ class Monitor:
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD_SECONDS):
             now = time.monotonic()
-            self._check_rebuild(now)
+            self._check_blocking(now)
             self._check_launcher()
-            self._check_neighbours(now)
+            if self._service.running:
+                self._check_neighbours(now)
 
-    def _check_rebuild(self, now: float) -> None:
-        blocked = self._service.blocked_in
-        if blocked is not None and now - blocked[1] > self._config.rebuild_timeout:
+    def _check_blocking(self, now: float) -> None:
+        """Calls that MPI may not come back from have a time limit each."""
+        blocked = self._service.blocked
+        if blocked is None:
+            return
+        limit: float = getattr(self._config, blocked.limit)
+        if now - blocked.since > limit:
+            hint = (
+                ": did a rank end before it came here?" if blocked.limit == "start_timeout" else ""
+            )
             self._end_job(
                 ExitCode.SCRIPT_FAILED,
-                f"{blocked[0]} took longer than rebuild_timeout="
-                f"{self._config.rebuild_timeout:g} s; MPI is stuck",
+                f"{blocked.what} took longer than {blocked.limit}={limit:g} s{hint}",
             )
 
     def _check_launcher(self) -> None:
@@ -70,7 +77,7 @@ class Monitor:
         gone = processes.confirmed_gone(neighbours, here)
         self._gone_since = {m: self._gone_since.get(m, now) for m in gone}
         for member, since in self._gone_since.items():
-            if now - since > _UNREPORTED_SECONDS and self._service.blocked_in is None:
+            if now - since > _UNREPORTED_SECONDS and self._service.blocked is None:
                 self._end_job(
                     ExitCode.SCRIPT_FAILED,
                     f"member {member} on {world.identities[member].host} left with a failure that"

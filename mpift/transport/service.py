@@ -50,6 +50,15 @@ class Hooks:
     strike: Callable[[int, str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A blocking call into MPI: what for, which setting limits it, and since when it runs."""
+
+    what: str
+    limit: str
+    since: float
+
+
 class Service:
     """Runs ``world`` and its lanes on a thread of its own."""
 
@@ -60,10 +69,8 @@ class Service:
         self.world: World
         self.views: dict[int, View] = {}
         self.lanes: list[Lane] = []
-        # For the monitor: what the loop is doing inside MPI that may block, and since when.
-        self.blocked_in: tuple[str, float] | None = None
-        # Set by a thread that waits for a result: it gives its core to the loop.
-        self.awaited = False
+        # For the monitor: the call that the loop is in and that may not come back.
+        self.blocked: Blocked | None = None
         self.farewells: dict[int, str] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -140,6 +147,11 @@ class Service:
         return index
 
     @property
+    def running(self) -> bool:
+        """Whether there is a world, and a loop that serves it (not in a forked child)."""
+        return self._ready.is_set() and self._start_error is None and self.thread.is_alive()
+
+    @property
     def lanes_left(self) -> int:
         return MAX_LANES - len(self.lanes)
 
@@ -147,7 +159,7 @@ class Service:
 
     def _run(self) -> None:
         try:
-            self.blocked_in = ("starting MPI", time.monotonic())
+            self.blocked = Blocked("starting MPI", "start_timeout", time.monotonic())
             self.world = self._make_world()
             self.views[self.world.view.epoch] = self.world.view
             self._receive()
@@ -155,14 +167,14 @@ class Service:
             self._start_error = error
             return
         finally:
-            self.blocked_in = None
+            self.blocked = None
             self._ready.set()
         try:
             while not self._may_leave():
                 self._turn()
-            self.blocked_in = ("ending MPI", time.monotonic())
+            self.blocked = Blocked("ending MPI", "leave_timeout", time.monotonic())
             self.world.finalize()
-            self.blocked_in = None
+            self.blocked = None
         except BaseException:  # noqa: BLE001, no way out of this thread may be silent
             self._hooks.stop(
                 ExitCode.SCRIPT_FAILED, f"the service thread failed:\n{traceback.format_exc()}"
@@ -260,14 +272,14 @@ class Service:
         report = Report(
             self.world.member, self.world.view.epoch, tuple(lane.report() for lane in self.lanes)
         )
-        self.blocked_in = ("rebuilding", time.monotonic())
+        self.blocked = Blocked("rebuilding", "rebuild_timeout", time.monotonic())
         gone = frozenset(self.farewells)
         old = self.world.view
         step = max((lane.rounds.completed for lane in self.lanes[1:]), default=0)
         rebuilt = self.world.rebuild(
             report, len(self.lanes), gone, lambda point: self._hooks.strike(step, point)
         )
-        self.blocked_in = None
+        self.blocked = None
         self._judge(old, rebuilt, planned)
         self._fault = None
         self.views[rebuilt.view.epoch] = rebuilt.view

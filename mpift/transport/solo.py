@@ -51,20 +51,18 @@ class SoloComm:
 class SoloWorld:
     """See ``transport.world.World``."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: int = 0) -> None:
         self.warnings: list[str] = []
         self.member = 0
         self.view = initial_view(1)
-        self.identities: tuple[ProcessIdentity, ...] = (processes.identify(0),)
+        self.launch_size = 1
+        self.identities: dict[int, ProcessIdentity] = {0: processes.identify(0)}
         self.control: Any = SoloComm()
-        self.lanes: list[Any] = []
+        self.lanes: list[Any] = [SoloComm() for _ in range(lanes)]
 
     @property
     def errors(self) -> tuple[type[BaseException], ...]:
         return ()
-
-    def open_lanes(self, count: int) -> None:
-        self.lanes = [SoloComm() for _ in range(count)]
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         return [i for i, request in enumerate(requests) if isinstance(request, _Done)]
@@ -79,7 +77,7 @@ class SoloWorld:
         self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]
     ) -> Rebuilt:
         """Only to open more lanes: a world of one has no faults that it outlives."""
-        self.open_lanes(max(lanes, len(report.lanes)))
+        self.lanes = [SoloComm() for _ in range(max(lanes, len(report.lanes)))]
         self.view = self.view.successor(report.epoch + 1, self.view.members)
         return Rebuilt(self.view, (), frozenset(), (report,), 0.0)
 

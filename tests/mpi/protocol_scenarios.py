@@ -233,3 +233,28 @@ def sub_communicator() -> dict[str, Any]:
     found = comm.allgather([MPI.COMM_WORLD.rank]).tolist()
     comm.free()
     return {"found": found}
+
+
+def again_and_again(victim: int) -> dict[str, Any]:
+    """Start and stop three times; ``victim`` dies between the first two."""
+    sums = []
+    for turn in range(3):
+        comm = mpift.Communicator()
+        member = comm.members[comm.rank]
+        sums.append(comm.allreduce([1 << member]).tolist()[0])
+        comm.free()
+        if turn == 0 and member == victim:
+            die()
+    try:
+        comm.barrier()
+    except mpift.NotInitializedError as error:
+        return {"sums": sums, "after": str(error)}
+    return {"sums": sums, "after": "no error"}
+
+
+def one_never_comes(how: str) -> dict[str, Any]:
+    """Member 1 ends before it starts mpift."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        end(how) if how != "kill" else die()
+    mpift.Communicator()
+    return {}

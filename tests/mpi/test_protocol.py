@@ -195,6 +195,28 @@ def test_ranks_that_finish_early_count_as_joined_until_the_last_is_through() -> 
     assert outcome.results[2]["counts"] == [3]
 
 
+def test_it_may_be_shut_down_and_started_again_even_after_a_death() -> None:
+    outcome = run_ranks(3, scenarios.again_and_again, 1)
+    assert sorted(outcome.results) == [0, 2], str(outcome)
+    for result in outcome.results.values():
+        assert result["sums"] == [7, 5, 5]
+        assert "shut down" in result["after"]
+
+
+@pytest.mark.parametrize("how", ["kill", "os._exit"])
+def test_a_rank_that_ends_before_it_starts_is_not_waited_for_for_ever(how: str) -> None:
+    outcome = run_ranks(
+        3,
+        scenarios.one_never_comes,
+        how,
+        environment={"MPIFT_START_TIMEOUT": "2"},
+        timeout_seconds=20,
+    )
+    assert not outcome.timed_out, str(outcome)
+    assert outcome.results == {}
+    assert "starting MPI took longer than start_timeout=2 s" in outcome.stderr
+
+
 def test_a_script_may_end_without_shutdown() -> None:
     outcome = run_ranks(2, scenarios.leave_without_goodbye)
     assert outcome.exit_code == 0, str(outcome)
