@@ -32,7 +32,7 @@ from mpift.transport.world import MAX_LANES, MpiWorld, Rebuilt
 
 _OPERATIONS = 0  # lane 0; gradients have lanes 1 and up
 _FIRST_LANES = 2
-_STEP_EVENT_SECONDS = 0.1
+_STEP_EVENT_SECONDS = _REPORT_SECONDS = 0.1
 
 _current: Runtime | None = None
 _lock = threading.Lock()
@@ -65,6 +65,8 @@ class Runtime:
         self.view: View = world.view
         # Gradient rounds that the script asked for, and those whose result it got.
         self.steps_called = self.steps_applied = 0
+        self._values: dict[str, Any] = {}
+        self._last_report = 0.0
         self._last_step_event = (0.0, self.view.epoch)
         self._operations = Operations(self.member)
         self._on_service(lambda: self._service.add_lane(self._operations))
@@ -159,9 +161,17 @@ class Runtime:
             self._emit(events.StepFinished, step, epoch, self.view.size)
 
     def report_values(self, values: dict[str, Any]) -> None:
-        """Values of the script for the launcher's status line and summary."""
-        if self.rank == 0:
-            self._emit(events.Reported, values)
+        """Values of the script for the launcher's status line and summary; thinned out, but the
+        last ones always get there."""
+        self._values |= values
+        if time.monotonic() - self._last_report > _REPORT_SECONDS:
+            self._send_values()
+
+    def _send_values(self) -> None:
+        if self._values and self.rank == 0:
+            self._emit(events.Reported, self._values)
+        self._values = {}
+        self._last_report = time.monotonic()
 
     # -- faults ------------------------------------------------------------------------------------
 
@@ -204,6 +214,7 @@ class Runtime:
         Returns when every rank has left, or after ``leave_timeout`` beyond its own end.
         """
         atexit.unregister(_at_exit)
+        self._send_values()
         self._service.join_all()
         self._service.thread.join()
         self._monitor.stop()

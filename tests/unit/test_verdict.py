@@ -1,0 +1,421 @@
+"""From what mpirun prints to what the launcher says: streams, story, verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from mpift.core import events
+from mpift.launch import guard
+from mpift.launch.display import status_text
+from mpift.launch.story import Story, exception_of, last_words
+from mpift.launch.streams import Aborted, Item, Output, Splitter, Words
+from mpift.launch.verdict import Ending, Verdict, judge
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    '    raise ValueError("boom")',
+    "ValueError: boom",
+]
+END = events.ProcessEnded(9.0, 0, "vm", 1, 0, None)
+
+
+def ended(member: int, code: int | None = 0, signal: int | None = None, at: float = 9.0) -> Any:
+    return events.ProcessEnded(at, member, "vm", 100 + member, code, signal)
+
+
+def left(member: int, called: int = 10, applied: int = 10) -> Any:
+    return events.RankLeft(8.0, member, "vm", called, applied)
+
+
+def failed(member: int, at: float, reason: str = "ValueError: boom", code: int = 1) -> Any:
+    return events.RankFailed(at, member, "vm", code, reason, "\n".join(TRACEBACK))
+
+
+def kill(member: int, at: float, step: int = 5) -> Any:
+    return events.FaultInjected(at, member, f"kill:{member}@{step}", step)
+
+
+def view(epoch: int, members: Iterable[int], lost: Iterable[int], at: float) -> Any:
+    return events.ViewChanged(at, min(members), epoch, tuple(members), tuple(lost), 0.02)
+
+
+def step(number: int, epoch: int, at: float, member: int = 0, size: int = 4) -> Any:
+    return events.StepFinished(at, member, number, epoch, size)
+
+
+def told(ranks: int, *happened: events.Event) -> Story:
+    story = Story(ranks)
+    for event in happened:
+        story.handle(event)
+    return story
+
+
+def verdict(
+    ranks: int,
+    *happened: events.Event,
+    code: int = 0,
+    signal: int | None = None,
+    strict: bool = False,
+) -> Verdict:
+    return judge(told(ranks, *happened), Ending(code, signal), strict)
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+def split(*chunks: bytes, hide_noise: bool = True) -> list[Item]:
+    splitter = Splitter(hide_noise)
+    return [
+        *(item for chunk in chunks for item in splitter.feed(chunk)),
+        *splitter.finish(),
+    ]
+
+
+def record(event: events.Event) -> bytes:
+    return b"\x1e" + events.encode(event).encode()
+
+
+def test_lines_are_told_apart_by_rank_and_stream_wherever_they_are_cut() -> None:
+    text = b"[1]<stdout>: one\n[12]<stderr>: \xff two\nmpirun itself\n[0]<stdout>: \n"
+    items = [
+        Output(1, "stdout", b"one"),
+        Output(12, "stderr", b"\xff two"),
+        Words(b"mpirun itself"),
+        Output(0, "stdout", b""),
+    ]
+    assert split(text) == items
+    assert split(*(text[i : i + 1] for i in range(len(text)))) == items
+
+
+def test_the_labels_of_open_mpi_4_are_known_too() -> None:
+    assert split(b"[1,3]<stderr>:text\n") == [Output(3, "stderr", b"text")]
+
+
+def test_an_event_is_found_behind_a_piece_of_a_line() -> None:
+    line = b"[0]<stderr>: loading 50 %" + record(END) + b"\n"
+    assert split(line) == [Output(0, "stderr", b"loading 50 %"), END]
+    assert split(b"[0]<stderr>: " + record(END) + b"\n") == [END]
+
+
+def test_what_only_looks_like_an_event_stays_output() -> None:
+    assert split(b"[0]<stdout>: a\x1eb\n") == [Output(0, "stdout", b"a\x1eb")]
+
+
+def test_a_last_line_without_an_end_is_kept() -> None:
+    assert split(b"[0]<stdout>: half") == [Output(0, "stdout", b"half")]
+
+
+def test_the_noise_of_a_survived_death_is_hidden_with_its_empty_line_and_nothing_else() -> None:
+    noise = b"NBC_Progress: an error 75 was found during schedule 0x5 at row - aborting"
+    text = (
+        b"[1]<stderr>: " + noise + b"\n[2]<stderr>: \n[1]<stderr>: \n[1]<stderr>: \n"
+        b"[2]<stderr>: see " + noise + b"\n"
+    )
+    shown = [
+        Output(2, "stderr", b""),
+        Output(1, "stderr", b""),
+        Output(2, "stderr", b"see " + noise),
+    ]
+    assert split(text) == shown
+    assert len(split(text, hide_noise=False)) == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD",
+        b"[vm:1] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,",
+    ],
+)
+def test_an_abort_is_noticed_and_shown(text: bytes) -> None:
+    items = split(b"[2]<stderr>: " + text + b"\n")
+    assert items == [Aborted(2), Output(2, "stderr", text)]
+
+
+# -- the guard's records -----------------------------------------------------------------------
+
+
+def test_a_record_that_is_too_long_loses_the_front_of_its_longest_text() -> None:
+    event = events.RankFailed(1.0, 0, "vm", 1, "E", "错误" * 1250)
+    record = events.encode(event).encode()
+    fitted = guard._fit(record, 4094)
+    assert len(fitted) <= 4094 < len(record)
+    found = events.decode(fitted.decode())
+    assert isinstance(found, events.RankFailed)
+    assert found.traceback.endswith("错误")
+    assert found.reason == "E"
+
+
+def test_a_record_that_fits_is_left_alone_and_one_that_never_can_is_dropped() -> None:
+    assert guard._fit(b"{}", 4094) == b"{}"
+    huge = json.dumps({"kind": "Reported", "values": {"x": list(range(9999))}}).encode()
+    assert guard._fit(huge, 4094) == b""
+    assert guard._fit(b"[" + b"1," * 4000 + b"1]", 4094) == b""
+    assert guard._fit(b"x" * 5000, 4094) == b""
+
+
+# -- verdicts ----------------------------------------------------------------------------------
+
+
+def test_all_ranks_that_end_with_0_are_a_success_with_nothing_to_say() -> None:
+    for happened in (
+        (ended(0), ended(1)),
+        (left(0), ended(0), left(1), ended(1)),
+        (left(0), left(1)),
+    ):
+        found = verdict(2, *happened)
+        assert (found.exit_code, found.lines, found.failures) == (0, (), ())
+
+
+def test_a_failed_rank_among_others_is_a_warning_with_its_traceback() -> None:
+    happened = (failed(1, at=5.0), ended(1, 1, at=5.1), ended(0), ended(2))
+    found = verdict(3, *happened)
+    assert found.exit_code == 0
+    assert found.lines[0] == "warning: rank 1 on vm failed: ValueError: boom"
+    assert '    File "train.py", line 3, in <module>' in found.lines[1]
+    assert found.summary["failed_ranks"] == [
+        {"rank": 1, "host": "vm", "reason": "ValueError: boom", "exit_code": 1, "signal": None}
+    ]
+    assert verdict(3, *happened, strict=True).exit_code == 1
+
+
+def test_a_rank_that_reports_nothing_is_judged_by_what_it_wrote() -> None:
+    story = Story(2)
+    for line in ["starting", *TRACEBACK]:
+        story.hear(1, line)
+    for event in (ended(1, 1), ended(0)):
+        story.handle(event)
+    found = judge(story, Ending(0))
+    assert found.lines[0] == "warning: rank 1 on vm failed: ValueError: boom"
+    assert "starting" not in found.lines[1]
+    assert "ValueError: boom" in found.lines[1]
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (ended(1, 3), "exit code 3"),
+        (ended(1, None, 11), "ended by SIGSEGV"),
+        (ended(1, 137), "exit code 137 (SIGKILL)"),
+        (ended(1, None, 99), "ended by signal 99"),
+    ],
+)
+def test_ends_without_a_word_are_named(end: events.Event, reason: str) -> None:
+    assert verdict(2, end, ended(0)).failures[0].reason == reason
+
+
+def test_when_all_fail_the_first_by_time_is_the_cause_whatever_arrives_first() -> None:
+    found = verdict(
+        4,
+        *(failed(3, at=7.0), ended(3, 1, at=7.1), failed(0, at=6.0), ended(0, 1, at=8.0)),
+        *(ended(1, None, 9, at=7.5), failed(2, at=5.0, reason="OSError: full"), ended(2, 1)),
+    )
+    assert found.exit_code == 1
+    assert found.lines[0] == "all 4 ranks failed:"
+    assert found.lines[1] == "first, rank 2 on vm: OSError: full"
+    assert "Traceback" in found.lines[2]
+    assert found.lines[3:] == (
+        "also on ranks 0, 3: ValueError: boom",
+        "also on rank 1: ended by SIGKILL",
+    )
+
+
+def test_mpiruns_0_is_not_believed_when_no_rank_ended_well() -> None:
+    found = verdict(2)
+    assert found.exit_code == 1
+    assert "no rank ended normally" in found.lines[0]
+    assert "node" in found.lines[0]
+
+
+def test_mpirun_that_starts_no_rank_is_a_failure_that_points_at_its_words() -> None:
+    found = verdict(2, code=255)
+    assert found.exit_code == 1
+    assert found.lines == (
+        "no rank ended normally, and mpirun ended with code 255: what it said is above",
+    )
+
+
+def test_mpirun_that_gives_up_after_some_rank_was_through_is_a_failure() -> None:
+    assert verdict(2, ended(0), ended(1, 7), code=7).exit_code == 1
+
+
+def test_a_rank_whose_end_nobody_saw_is_a_failed_one() -> None:
+    found = verdict(2, ended(0))
+    assert found.exit_code == 0
+    assert found.lines == ("warning: rank 1 failed: nobody saw its end: was its node lost?",)
+
+
+def test_a_stopped_job_leaves_with_its_own_code_even_if_some_rank_was_through() -> None:
+    stop = events.JobStopped(5.0, 1, 3, "quorum lost")
+    found = verdict(3, ended(2), stop, ended(1, 3, at=5.1), ended(0, None, 9, at=5.2), code=3)
+    assert found.exit_code == 3
+    assert found.lines[0] == "the job stopped with code 3: quorum lost (rank 1)"
+    assert found.failures[0].reason == "quorum lost"
+
+
+def test_an_aborted_job_is_a_failure_even_if_some_rank_was_through() -> None:
+    story = told(2, ended(1))
+    assert len(story.abort(0)) == 1
+    assert story.abort(1) == []
+    story.handle(ended(0, 7))
+    found = judge(story, Ending(0))
+    assert found.exit_code == 1
+    assert found.lines[0] == "rank 0 aborted the job (MPI_Abort)"
+
+
+def test_a_signal_to_the_launcher_gives_its_code_and_blames_no_rank() -> None:
+    found = verdict(2, ended(0, None, 15), signal=2)
+    assert (found.exit_code, found.lines, found.failures) == (130, ("ended by SIGINT",), ())
+
+
+def test_a_rehearsed_death_is_no_warning_and_no_matter_for_strict() -> None:
+    happened = (kill(1, at=5.0), ended(1, None, 9, at=5.0), ended(0))
+    found = verdict(2, *happened, strict=True)
+    assert (found.exit_code, found.lines) == (0, ())
+    assert found.summary["failed_ranks"][0]["reason"] == "fault schedule: kill:1@5"
+    assert (found.summary["faults_injected"], found.summary["faults_survived"]) == (1, 1)
+    assert found.summary["recovery_seconds"] == []  # no step followed
+
+
+# -- what faults cost --------------------------------------------------------------------------
+
+
+def test_a_recovery_lasts_from_the_fault_to_the_first_step_of_the_next_view() -> None:
+    found = verdict(
+        4,
+        *(step(49, 0, at=9.9), kill(2, at=10.0), step(50, 0, at=10.01)),
+        *(view(1, (0, 1, 3), (2,), at=10.1), step(51, 1, at=10.25), step(52, 1, at=10.4)),
+        *(ended(2, None, 9), ended(0), ended(1), ended(3)),
+    )
+    assert found.summary["recovery_seconds"] == [0.25]
+    assert (found.summary["world_start"], found.summary["world_end"]) == (4, 3)
+
+
+def test_two_faults_that_one_rebuild_recovers_get_a_number_each() -> None:
+    found = verdict(
+        4,
+        *(kill(2, at=10.0), kill(1, at=10.1), view(1, (0, 3), (1, 2), at=10.3)),
+        step(50, 1, at=10.5),
+    )
+    assert found.summary["recovery_seconds"] == [0.5, 0.4]
+    assert found.summary["faults_survived"] == 2
+
+
+def test_the_order_in_which_ranks_are_heard_does_not_matter() -> None:
+    happened = [
+        *(kill(2, at=10.0), view(1, (0, 1, 3), (2,), at=10.1), step(50, 1, at=10.2)),
+        *(kill(0, at=11.0), view(2, (1, 3), (0,), at=11.2), step(60, 2, at=11.5, member=1)),
+    ]
+    for order in (happened, happened[::-1], happened[3:] + happened[:3]):
+        assert verdict(4, *order).summary["recovery_seconds"] == [0.2, 0.5]
+
+
+def test_a_recovery_is_known_by_its_steps_where_nobody_reported_the_view() -> None:
+    found = verdict(2, step(9, 3, at=9.0), kill(0, at=10.0), step(10, 4, at=10.5, member=1))
+    assert found.summary["recovery_seconds"] == [0.5]
+
+
+def test_a_fault_that_no_step_followed_was_not_recovered() -> None:
+    found = verdict(1, step(9, 0, at=9.0), kill(0, at=10.0), ended(0, None, 9), code=0)
+    assert found.summary["recovery_seconds"] == []
+    assert found.summary["faults_survived"] == 0
+    assert found.exit_code == 1
+
+
+def test_steps_lost_are_those_called_for_but_not_applied_and_those_jumped_over() -> None:
+    assert verdict(1, left(0, 10, 10), step(9, 0, at=1.0), ended(0)).summary["steps_lost"] == 0
+    assert verdict(2, left(0, 10, 9), left(1, 10, 8)).summary["steps_lost"] == 3
+    assert verdict(1, left(0, 10, 10), step(11, 0, at=1.0), ended(0)).summary["steps_lost"] == 2
+    # Of a rank that failed nothing is known: it may well have had a step under way.
+    assert verdict(2, left(0, 10, 9), failed(0, at=9.0), ended(1)).summary["steps_lost"] == 0
+
+
+def test_the_summary_holds_the_last_values_reported_and_the_jobs_own_count_of_steps() -> None:
+    found = verdict(
+        1,
+        events.Reported(1.0, 0, {"loss": 0.5, "steps": "mine"}),
+        events.Reported(2.0, 0, {"loss": 0.25, "accuracy": 0.97}),
+        *(step(9, 0, at=1.0), left(0), ended(0)),
+    )
+    assert found.summary["loss"] == 0.25
+    assert found.summary["accuracy"] == 0.97
+    assert found.summary["steps"] == 10
+    assert found.summary["exit_code"] == 0
+    json.dumps(found.summary)
+
+
+# -- notices and status ------------------------------------------------------------------------
+
+
+def test_a_fault_and_its_recovery_are_told_as_they_happen() -> None:
+    story = Story(3)
+    story.handle(events.RankStarted(1.0, 0, "vm", 1, 3))
+    texts = [
+        notice.text
+        for event in (
+            *(kill(2, at=10.0), view(1, (0, 1), (2,), at=10.1)),
+            *(ended(2, None, 9, at=10.0), step(50, 1, at=10.25), step(51, 1, at=10.3)),
+        )
+        for notice in story.handle(event)
+    ]
+    assert texts == [
+        "chaos: kill:2@5 strikes rank 2",
+        "lost rank 2; 2 go on, rebuilt in 0.020 s",
+        "recovered from kill:2@5 in 0.250 s",
+    ]
+    story.handle(events.Reported(11.0, 0, {"loss": 0.123456}))
+    assert status_text(story) == (
+        "step 51 | loss 0.1235 | 2 of 3 ranks | recovered from kill:2@5 in 0.250 s"
+    )
+
+
+def test_a_failure_is_told_once_although_rank_and_guard_both_report_it() -> None:
+    story = Story(2)
+    told_first, told_second = story.handle(failed(1, at=5.0)), story.handle(ended(1, 1))
+    assert [notice.text for notice in told_first] == ["rank 1 on vm failed: ValueError: boom"]
+    assert told_first[0].warning
+    assert told_second == []
+
+
+# -- last words --------------------------------------------------------------------------------
+
+
+def test_a_chain_of_tracebacks_is_kept_whole() -> None:
+    chain = [
+        *TRACEBACK,
+        *("", "During handling of the above exception, another exception occurred:", ""),
+        *("Traceback (most recent call last):", '  File "x.py", line 1, in f', "pkg.Error"),
+    ]
+    lines = ["unrelated", *TRACEBACK, "handled", *chain]
+    assert last_words(lines) == "\n".join(chain)
+    assert exception_of(lines) == "pkg.Error"
+
+
+def test_without_a_traceback_the_last_lines_must_do() -> None:
+    assert last_words(map(str, range(20))) == "15\n16\n17\n18\n19"
+    assert exception_of(["a", "b: c"]) == ""
+
+
+def test_the_guard_starts_without_what_it_does_not_need() -> None:
+    code = (
+        "import sys, mpift.launch.guard;"
+        "print(*({'torch', 'numpy', 'rich', 'typer', 'psutil', 'mpi4py', 'subprocess'}"
+        " & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.split() == []
