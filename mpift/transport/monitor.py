@@ -1,7 +1,8 @@
 """A thread that looks twice a second at what MPI cannot see or may not come back from.
 
 It makes no MPI call. It ends this process, with a named reason, when a start or a rebuild takes
-too long, when a rank of this node left in a way that MPI does not report, and when the launcher is gone.
+too long, when a rank of this node left in a way that MPI does not report, and when the launcher is
+gone.
 """
 
 from __future__ import annotations

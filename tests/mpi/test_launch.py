@@ -264,7 +264,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launcher: Launcher, victim: 
 
 
 def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
-    process = launcher.start("-np", "2", "yes")
+    process = launcher.start("-np", "2", "sh", "-c", "while echo y; do sleep 0.01; done")
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

@@ -110,6 +110,10 @@ def test_what_only_looks_like_an_event_stays_output() -> None:
 
 
 def test_a_last_line_without_an_end_is_kept() -> None:
+    assert split(b"[2]<stdout>: half[0]<stdout>: of it\n") == [
+        Output(2, "stdout", b"half"),
+        Output(0, "stdout", b"of it"),
+    ]
     assert split(b"[0]<stdout>: half") == [Output(0, "stdout", b"half")]
 
 

@@ -1,0 +1,116 @@
+"""``mpift bench step``: a training step with mpift against torch DDP and raw MPI, here and now.
+
+Starts its own ranks on this machine and has them measure in alternation (``contenders``). A block's
+time is that of its slowest rank; the figures are medians over the rounds. ``ratio_to_ddp`` is the
+ratio of the medians, its quartiles are those of the rounds' own ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpift.bench.models import MODELS, BenchModel
+from mpift.bench.spread import Spread, ratios, spread_of
+from mpift.errors import ConfigError, MpiftError
+from mpift.testing.ranks import run_ranks
+
+# In the order of the table, with what each is.
+CONTENDERS = {
+    "local": "no communication",
+    "mpift": "mpift DistributedOptimizer",
+    "ddp_gloo": "torch DDP over gloo",
+    "mpi": "raw MPI Allreduce of the same bytes",
+}
+# Loading torch on every rank, and a bound on one step of the slowest contender.
+_START_SECONDS = 60.0
+_STEP_SECONDS_MAX = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What was measured. ``seconds`` is one step by contender; ``steps`` those of one block."""
+
+    ranks: int
+    model: BenchModel
+    rounds: int
+    steps: int
+    threads: int
+    seconds: Mapping[str, Spread]
+    ratio_to_ddp: Spread
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: medians by name, their quartiles under ``spread``, and how it was run."""
+        figures = {f"{name}_seconds": spread for name, spread in self.seconds.items()}
+        figures["ratio_to_ddp"] = self.ratio_to_ddp
+        return {
+            "ranks": self.ranks,
+            "model": self.model.name,
+            "parameters": self.model.parameters,
+            "bytes": self.model.gradient_bytes,
+            **{name: spread.median for name, spread in figures.items()},
+            "spread": {name: asdict(spread) for name, spread in figures.items()},
+            "rounds": self.rounds,
+            "steps": self.steps,
+            "threads": self.threads,
+        }
+
+
+def measure(ranks: int, model_name: str, rounds: int, steps: int) -> StepReport:
+    """Start ``ranks`` ranks here and let the contenders take ``rounds`` turns of ``steps`` steps.
+
+    Raises ``ConfigError`` for a model that there is not, ``MpiftError`` if a rank fails or all
+    takes unreasonably long.
+    """
+    if model_name not in MODELS:
+        raise ConfigError(f"there is no model {model_name!r}; there are: {', '.join(MODELS)}")
+    # Here, since it loads torch.
+    from mpift.bench.contenders import contend
+
+    threads = threads_a_rank(ranks)
+    environment = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+    blocks = len(CONTENDERS) * (rounds + 1)
+    with tempfile.TemporaryDirectory(prefix="mpift-bench-") as folder:
+        outcome = run_ranks(
+            ranks,
+            contend,
+            *(model_name, rounds, steps, str(Path(folder, "rendezvous"))),
+            timeout_seconds=_START_SECONDS + blocks * (steps + 2) * _STEP_SECONDS_MAX,
+            environment=environment,
+        )
+    if len(outcome.results) < ranks:
+        raise MpiftError(f"{ranks - len(outcome.results)} of {ranks} ranks failed: {outcome}")
+    by_rank = [result["seconds"] for result in outcome.results.values()]
+    return report(ranks, MODELS[model_name], steps, threads, by_rank)
+
+
+def report(
+    ranks: int,
+    model: BenchModel,
+    steps: int,
+    threads: int,
+    by_rank: Sequence[Mapping[str, Sequence[float]]],
+) -> StepReport:
+    """Put together what the ranks measured: for each, seconds by contender and round."""
+    slowest = {
+        name: [max(blocks) for blocks in zip(*(rank[name] for rank in by_rank), strict=True)]
+        for name in CONTENDERS
+    }
+    seconds = {name: spread_of(rounds) for name, rounds in slowest.items()}
+    paired = spread_of(ratios(slowest["mpift"], slowest["ddp_gloo"]))
+    ratio = Spread(
+        seconds["mpift"].median / seconds["ddp_gloo"].median,
+        paired.lower,
+        paired.upper,
+        paired.runs,
+    )
+    return StepReport(ranks, model, paired.runs, steps, threads, seconds, ratio)
+
+
+def threads_a_rank(ranks: int, cores: int | None = None) -> int:
+    """Compute threads for each of ``ranks`` ranks that share ``cores`` (default: those here)."""
+    return max(1, (cores or len(os.sched_getaffinity(0))) // ranks)

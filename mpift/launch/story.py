@@ -1,0 +1,313 @@
+"""The story of a job as its events tell it: who runs, who died of what, what that cost. Pure.
+
+Events come from many ranks through several pipes, so their order of arrival means little: what is
+asked for is worked out from the records when it is asked for. ``verdict`` judges the end.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpift.core import events
+from mpift.errors import ExitCode
+
+_TRACEBACK = "Traceback (most recent call last):"
+# What Python prints between the tracebacks of one chain.
+_CHAINED = ("During handling of the above", "The above exception was the direct cause")
+_STDERR_LINES_KEPT = 100
+_LAST_LINES_SHOWN = 5
+_TEXT_CHARS_MAX = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One line for the user; a ``warning`` is shown even to those who want quiet."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one member ended badly. ``traceback`` has what it last said, if no traceback.
+
+    ``injected`` failures are rehearsals: the fault schedule asked for them.
+    """
+
+    rank: int
+    host: str
+    reason: str
+    exit_code: int | None
+    signal: int | None
+    time: float
+    traceback: str
+    injected: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """An injected fault; ``seconds`` from it to the first step without the victim, None so far."""
+
+    fault: events.FaultInjected
+    seconds: float | None
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank of the launch, for life."""
+
+    host: str = ""
+    struck: events.FaultInjected | None = None
+    failed: events.RankFailed | None = None
+    left: events.RankLeft | None = None
+    ended: events.ProcessEnded | None = None
+    stopped: events.JobStopped | None = None
+    last_step: int = -1
+    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=_STDERR_LINES_KEPT))
+
+    @property
+    def ended_well(self) -> bool:
+        """Its process left with 0; or, where nobody saw that, it said that it was through."""
+        if self.failed or self.stopped:
+            return False
+        return self.ended.exit_code == 0 if self.ended else self.left is not None
+
+    @property
+    def ended_badly(self) -> bool:
+        return not self.ended_well and bool(self.ended or self.failed or self.stopped)
+
+
+class Story:
+    """All that is known of a job of ``ranks`` members."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.members = {member: Member() for member in range(ranks)}
+        self.size = ranks
+        self.started = False
+        self.step = -1
+        self.values: dict[str, Any] = {}
+        self.stop: events.JobStopped | None = None
+        self.aborted: int | None = None  # the member that called MPI_Abort first
+        self.last_notice = ""
+        self._views: dict[int, events.ViewChanged] = {}
+        self._first_step: dict[int, float] = {}  # by epoch
+        self._told_recoveries = 0
+
+    def member(self, number: int) -> Member:
+        """Members that MPI itself spawned later are taken in as they show up."""
+        return self.members.setdefault(number, Member())
+
+    # -- events in -----------------------------------------------------------------------------
+
+    def hear(self, member: int, line: str) -> None:
+        """A line that a member wrote to stderr: last words of a script that reports none."""
+        self.member(member).stderr.append(line)
+
+    def abort(self, member: int) -> list[Notice]:
+        """A member called MPI_Abort."""
+        if self.aborted is not None:
+            return []
+        self.aborted = member
+        return [Notice(f"rank {member} aborts the job (MPI_Abort)", warning=True)]
+
+    def handle(self, event: events.Event) -> list[Notice]:
+        """Take the event in; returns what is worth a line."""
+        notices = [*self._record(event), *self._recovered()]
+        if notices:
+            self.last_notice = notices[-1].text
+        return notices
+
+    def _record(self, event: events.Event) -> list[Notice]:
+        member = self.member(event.member)
+        member.host = getattr(event, "host", "") or member.host
+        match event:
+            case events.RankStarted():
+                self.started = True
+            case events.FaultInjected():
+                member.struck = event
+                return [Notice(f"chaos: {event.fault} strikes rank {event.member}")]
+            case events.ViewChanged():
+                return self._record_view(event)
+            case events.StepFinished():
+                self._record_step(event, member)
+            case events.Reported():
+                self.values.update(event.values)
+            case events.RankFailed():
+                member.failed = event
+                return [Notice(_ends(self.failure(event.member)), warning=True)]
+            case events.RankLeft():
+                member.left = event
+            case events.ProcessEnded():
+                return self._record_end(event, member)
+            case events.JobStopped():
+                member.stopped = event
+                if self.stop is None or event.time < self.stop.time:
+                    self.stop = event
+                return [Notice(f"rank {event.member} stops the job: {event.reason}", warning=True)]
+        return []
+
+    def _record_view(self, event: events.ViewChanged) -> list[Notice]:
+        self._views[event.epoch] = event
+        if event.epoch == max(self._views):
+            self.size = len(event.members)
+        if not event.lost:
+            return []
+        gone = ", ".join(map(str, sorted(event.lost)))
+        ranks = "ranks" if len(event.lost) > 1 else "rank"
+        on = f"{len(event.members)} go on" if len(event.members) > 1 else "1 goes on"
+        return [Notice(f"lost {ranks} {gone}; {on}, rebuilt in {event.rebuild_seconds:.3f} s")]
+
+    def _record_step(self, event: events.StepFinished, member: Member) -> None:
+        member.last_step = max(member.last_step, event.step)
+        self.step = max(self.step, event.step)
+        first = self._first_step.get(event.epoch)
+        self._first_step[event.epoch] = event.time if first is None else min(first, event.time)
+
+    def _record_end(self, event: events.ProcessEnded, member: Member) -> list[Notice]:
+        told = member.failed or member.struck or member.stopped
+        member.ended = event
+        if event.exit_code == 0 or told:
+            return []
+        return [Notice(_ends(self.failure(event.member)), warning=True)]
+
+    def _recovered(self) -> list[Notice]:
+        done = [r for r in self.recoveries() if r.seconds is not None]
+        news = done[self._told_recoveries :]
+        self._told_recoveries = len(done)
+        return [Notice(f"recovered from {r.fault.fault} in {r.seconds:.3f} s") for r in news]
+
+    # -- what it adds up to --------------------------------------------------------------------
+
+    def recoveries(self) -> list[Recovery]:
+        """Each injected fault and what it cost, by time of the fault."""
+        faults = [m.struck for m in self.members.values() if m.struck]
+        return [
+            Recovery(f, self._recovery_seconds(f)) for f in sorted(faults, key=lambda f: f.time)
+        ]
+
+    def _recovery_seconds(self, fault: events.FaultInjected) -> float | None:
+        without = [e for e, view in self._views.items() if fault.member not in view.members]
+        if without:
+            recovered_in = min(without)
+        else:
+            # Nobody reported the view that followed: any newer than those before the fault.
+            seen = {e: view.time for e, view in self._views.items()} | self._first_step
+            recovered_in = max((e for e, t in seen.items() if t <= fault.time), default=0) + 1
+        steps = [time for epoch, time in self._first_step.items() if epoch >= recovered_in]
+        return max(0.0, min(steps) - fault.time) if steps else None
+
+    @property
+    def steps(self) -> int:
+        """Steps that the job finished."""
+        applied = (m.left.steps_applied for m in self.members.values() if m.left)
+        return max(self.step + 1, max(applied, default=0))
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that ranks which left normally had called for and did not get, or jumped over."""
+        lost = 0
+        for member in self.members.values():
+            if member.left and member.ended_well:
+                lost += member.left.steps_called - member.left.steps_applied
+                lost += max(0, member.last_step + 1 - member.left.steps_applied)
+        return lost
+
+    def failure(self, number: int) -> Failure:
+        """Why this member ended, or is about to end, badly."""
+        member = self.members[number]
+        known = (member.struck, member.failed, member.stopped, member.ended)
+        time = min((event.time for event in known if event), default=float("inf"))
+        code = member.ended.exit_code if member.ended else None
+        number_of_signal = member.ended.signal if member.ended else None
+        if member.failed:
+            code = member.failed.exit_code if code is None else code
+        trace = member.failed.traceback if member.failed else ""
+        return Failure(
+            rank=number,
+            host=member.host,
+            reason=_reason(member),
+            exit_code=code,
+            signal=number_of_signal,
+            time=time,
+            traceback=trace.rstrip() or last_words(member.stderr),
+            injected=member.struck is not None and member.failed is None,
+        )
+
+
+# -- words -------------------------------------------------------------------------------------
+
+
+def _ends(failure: Failure) -> str:
+    return f"{failure.where} failed: {failure.reason}"
+
+
+def _reason(member: Member) -> str:
+    if member.failed:
+        return _short(member.failed.reason)
+    if member.struck:
+        return f"fault schedule: {member.struck.fault}"
+    if member.stopped:
+        return _short(member.stopped.reason)
+    if member.ended is None:
+        return "nobody saw its end: was its node lost?"
+    if member.ended.signal is not None:
+        return f"ended by {signal_name(member.ended.signal)}"
+    said = exception_of(member.stderr)
+    if said:
+        return _short(said)
+    code = member.ended.exit_code or 0
+    if code > 128:  # a shell's way to say that its command was ended by a signal
+        return f"exit code {code} ({signal_name(code - 128)})"
+    return f"exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` and the like."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exception_of(lines: Iterable[str]) -> str:
+    """The exception that the last traceback among ``lines`` ends with; empty if there is none."""
+    kept = list(lines)
+    if _TRACEBACK not in kept:
+        return ""
+    last = len(kept) - 1 - kept[::-1].index(_TRACEBACK)
+    after = (line for line in kept[last + 1 :] if line and not line[0].isspace())
+    return next((line for line in after if re.match(r"[A-Za-z_][\w.]*(:|$)", line)), "")
+
+
+def last_words(lines: Iterable[str]) -> str:
+    """The last traceback among ``lines``, with those that it is chained to; else the last lines."""
+    kept = list(lines)
+    if _TRACEBACK not in kept:
+        return "\n".join(kept[-_LAST_LINES_SHOWN:])
+    begin = len(kept) - 1 - kept[::-1].index(_TRACEBACK)
+    while begin >= 2 and kept[begin - 2].startswith(_CHAINED):
+        earlier = kept[: begin - 2]
+        if _TRACEBACK not in earlier:
+            break
+        begin = len(earlier) - 1 - earlier[::-1].index(_TRACEBACK)
+    return "\n".join(kept[begin:])
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_CHARS_MAX else line[:_TEXT_CHARS_MAX] + "..."
+
+
+def stop_code(stop: events.JobStopped) -> int:
+    """The exit code that a stopped job leaves with: its own, but never success."""
+    return stop.exit_code or ExitCode.SCRIPT_FAILED
