@@ -83,13 +83,13 @@ class Display:
         if self._quiet or not story.started or not due:
             return
         text = status_text(story)
-        if self.live:
+        if self.live and not (self._drawn and text == self._status_text):
             self._erase()
             width = shutil.get_terminal_size().columns - 1
             self._streams["stdout"].write(text[:width].encode("utf-8", "replace"))
             self._drawn = True
             self._status_due = now + _REDRAW_SECONDS
-        elif text != self._status_text:
+        elif not self.live and text != self._status_text and story.under_way:
             self._say(text)
             self._status_due = now + _STATUS_LINE_SECONDS
         self._status_text = text
@@ -121,8 +121,8 @@ def status_text(story: Story) -> str:
     """Step, values, ranks and the last thing that happened, in one line."""
     step = story.values.get("step", story.step)
     parts = [f"step {step}"] if step != -1 else []
-    parts += [f"{name} {_plain(value)}" for name, value in story.values.items() if name != "step"]
     parts.append(f"{story.size} of {story.ranks} ranks")
+    parts += [f"{name} {_plain(value)}" for name, value in story.values.items() if name != "step"]
     if story.last_notice:
         parts.append(story.last_notice)
     return " | ".join(parts)

@@ -207,6 +207,11 @@ class Story:
         return max(0.0, min(steps) - fault.time) if steps else None
 
     @property
+    def under_way(self) -> bool:
+        """Whether there is progress to show."""
+        return self.step != -1 or bool(self.values)
+
+    @property
     def steps(self) -> int:
         """Steps that the job finished."""
         applied = (m.left.steps_applied for m in self.members.values() if m.left)

@@ -377,7 +377,7 @@ def test_a_fault_and_its_recovery_are_told_as_they_happen() -> None:
     ]
     story.handle(events.Reported(11.0, 0, {"loss": 0.123456}))
     assert status_text(story) == (
-        "step 51 | loss 0.1235 | 2 of 3 ranks | recovered from kill:2@5 in 0.250 s"
+        "step 51 | 2 of 3 ranks | loss 0.1235 | recovered from kill:2@5 in 0.250 s"
     )
 
 
