@@ -49,13 +49,14 @@ class Runtime:
         self._service = Service(
             lambda: _make_world(comm, config),
             config,
-            Hooks(self._view_changed, self._stop_job, self.strike),
+            Hooks(self._view_changed, self._give_up, self.strike),
         )
         self._exits = exits.Exits(self._last_words)
-        self._monitor = Monitor(self._service, config, self._abort_job)
+        self._monitor = Monitor(self._service, config, self._give_up, self._abort_job)
         if startup.under_launcher():  # otherwise there is nobody to notice
             self._exits.install()
             self._monitor.start()
+        self._emit(events.RankStarting)
         self._service.start()
         world = self._service.world
         self.member = world.member
@@ -193,9 +194,9 @@ class Runtime:
             return False
         return self._service.farewell(reason)
 
-    def _stop_job(self, code: int, reason: str) -> NoReturn:
-        """This rank can't go on, nor can those that see what it sees."""
-        self._emit(events.JobStopped, int(code), reason)
+    def _give_up(self, code: int, reason: str) -> NoReturn:
+        """This rank can't go on; others may, if they see something else."""
+        self._emit(events.RankStopped, int(code), reason)
         exits.leave(code)
 
     def _abort_job(self, code: int, reason: str) -> NoReturn:

@@ -12,8 +12,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-# A line on a pipe stays whole up to PIPE_BUF (4096); long texts are cut to fit.
-MAX_TEXT_CHARS = 2500
+# A write to a pipe stays whole up to PIPE_BUF, 4096 bytes; a mark and a line end go around it.
+LINE_BYTES_MAX = 4090
+_SHORTEST_CUT_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class Event:
 
     time: float
     member: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStarting(Event):
+    """A rank is about to start MPI, which waits for all ranks of the launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +106,16 @@ class ProcessEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RankStopped(Event):
+    """This rank gives up for a named reason (quorum lost, MPI stuck); others may go on."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobStopped(Event):
-    """The whole job ends for a named reason (quorum lost, an exit that nobody could see...)."""
+    """The whole job has to end for a named reason (an exit that no rank can see...)."""
 
     exit_code: int
     reason: str
@@ -110,6 +124,7 @@ class JobStopped(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
+        RankStarting,
         RankStarted,
         FaultInjected,
         ViewChanged,
@@ -118,20 +133,26 @@ _KINDS: dict[str, type[Event]] = {
         RankFailed,
         RankLeft,
         ProcessEnded,
+        RankStopped,
         JobStopped,
     )
 }
 
 
 def encode(event: Event) -> str:
-    """One line of JSON without a line end, at most PIPE_BUF bytes unless ``Reported`` is huge."""
+    """One line of JSON without a line end, at most ``LINE_BYTES_MAX`` bytes: the longest texts lose
+    their beginnings, since the end of a traceback says what happened. Only a ``Reported`` with huge
+    values can be longer."""
     record: dict[str, Any] = {"kind": type(event).__name__}
-    for item in dataclasses.fields(event):
-        value = getattr(event, item.name)
-        if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
-            value = "..." + value[-MAX_TEXT_CHARS:]  # the end of a traceback says what happened
-        record[item.name] = value
-    return json.dumps(record, separators=(",", ":"), default=str)
+    record |= {item.name: getattr(event, item.name) for item in dataclasses.fields(event)}
+    while True:
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        longest = max(texts, key=lambda name: len(record[name]))
+        text = record[longest]
+        if len(line.encode(errors="replace")) <= LINE_BYTES_MAX or len(text) < _SHORTEST_CUT_CHARS:
+            return line.encode(errors="replace").decode()
+        record[longest] = "..." + text[len(text) // 4 :]
 
 
 def decode(line: str) -> Event | None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import select
 import signal
@@ -34,8 +33,6 @@ from mpift.launch.streams import EVENT_MARK
 
 EVENT_FD_VARIABLE = "MPIFT_EVENT_FD"
 LAUNCHED_VARIABLE = "MPIFT_LAUNCHED"
-# A write to a pipe is atomic up to PIPE_BUF.
-RECORD_BYTES_MAX = 4096
 NOT_STARTED = 127  # the shell's code for a command that can't be started
 
 _PR_SET_PDEATHSIG = 1
@@ -196,37 +193,15 @@ def _pass_on(reader: int, pending: bytes) -> tuple[bytes, bool]:
 
 def _forward(record: bytes) -> None:
     """One event to stderr, whole."""
-    fitting = _fit(record, RECORD_BYTES_MAX - 2)
-    text = (
-        EVENT_MARK + fitting
-        if fitting
-        else b"mpift: a report of %d bytes is too long" % len(record)
-    )
+    text = EVENT_MARK + record
+    if len(record) > events.LINE_BYTES_MAX:
+        text = b"mpift: a report of %d bytes is too long" % len(record)
     try:
         os.write(2, text + b"\n")
     except BrokenPipeError:
         _end_group()  # nobody listens: the launcher is gone
     except OSError:
         pass
-
-
-def _fit(record: bytes, limit: int) -> bytes:
-    """The record, its longest texts cut from the front until it fits; empty if that can't be."""
-    if len(record) <= limit:
-        return record
-    try:
-        fields = json.loads(record)
-    except ValueError:
-        return b""
-    if not isinstance(fields, dict):
-        return b""
-    while len(record) > limit:
-        name = max(fields, key=lambda n: len(fields[n]) if isinstance(fields[n], str) else 0)
-        if not isinstance(fields[name], str) or len(fields[name]) < 64:
-            return b""
-        fields[name] = "..." + fields[name][-len(fields[name]) // 2 :]
-        record = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    return record
 
 
 # -- ending ------------------------------------------------------------------------------------

@@ -66,11 +66,13 @@ class Member:
     """One rank of the launch, for life."""
 
     host: str = ""
+    starting: bool = False  # waits in MPI's start for all others
+    started: bool = False
     struck: events.FaultInjected | None = None
     failed: events.RankFailed | None = None
     left: events.RankLeft | None = None
     ended: events.ProcessEnded | None = None
-    stopped: events.JobStopped | None = None
+    stopped: events.RankStopped | events.JobStopped | None = None
     last_step: int = -1
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=_STDERR_LINES_KEPT))
 
@@ -131,8 +133,10 @@ class Story:
         member = self.member(event.member)
         member.host = getattr(event, "host", "") or member.host
         match event:
-            case events.RankStarted():
-                self.started = True
+            case events.RankStarting() | events.RankStarted():
+                member.starting = True
+                member.started = isinstance(event, events.RankStarted)
+                self.started = self.started or member.started
             case events.FaultInjected():
                 member.struck = event
                 return [Notice(f"chaos: {event.fault} strikes rank {event.member}")]
@@ -149,6 +153,9 @@ class Story:
                 member.left = event
             case events.ProcessEnded():
                 return self._record_end(event, member)
+            case events.RankStopped():
+                member.stopped = event
+                return [Notice(_ends(self.failure(event.member)), warning=True)]
             case events.JobStopped():
                 member.stopped = event
                 if self.stop is None or event.time < self.stop.time:
@@ -185,6 +192,13 @@ class Story:
         news = done[self._told_recoveries :]
         self._told_recoveries = len(done)
         return [Notice(f"recovered from {r.fault.fault} in {r.seconds:.3f} s") for r in news]
+
+    @property
+    def waited_for_in_vain(self) -> int | None:
+        """A member that has ended without starting MPI while others wait for it there, if any."""
+        waiting = any(m.starting and not (m.started or m.ended) for m in self.members.values())
+        missing = (n for n, m in self.members.items() if m.ended and not m.started)
+        return next(missing, None) if waiting else None
 
     # -- what it adds up to --------------------------------------------------------------------
 

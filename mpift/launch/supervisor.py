@@ -25,7 +25,8 @@ from typing import Any
 
 import psutil
 
-from mpift.errors import TransportError
+from mpift.core import events
+from mpift.errors import ExitCode, TransportError
 from mpift.launch.command import CommandLine
 from mpift.launch.display import Display
 from mpift.launch.story import Notice, Story
@@ -36,6 +37,9 @@ STOP_SECONDS = 5.0  # for an orderly end after the first signal
 # A job that a rank has stopped or aborted ends by itself as a rule; here is how long that may take.
 STOPPED_SECONDS = 5.0
 ABORTED_SECONDS = 0.5
+# MPI's start waits for all ranks; once one has ended before it, the others get this long to prove
+# that they don't.
+START_SECONDS = 5.0
 # mpirun has nothing left to do once all ranks have ended; then it gets this long.
 ALL_ENDED_SECONDS = 10.0
 _TICK_SECONDS = 0.1
@@ -65,6 +69,7 @@ class Supervisor:
         self._end_at = float("inf")
         self._kill_at = float("inf")
         self._gave_up_waiting = False
+        self._vain_since = float("inf")
 
     def run(self) -> Ending:
         """Start the job and follow it; returns when mpirun and, if interrupted, all is gone."""
@@ -233,6 +238,7 @@ class Supervisor:
         if self._ending:
             return
         story = self._story
+        self._check_start(now)
         all_ended = all(member.ended for member in story.members.values())
         if story.aborted is not None:
             self._end_at = min(self._end_at, now + ABORTED_SECONDS)
@@ -245,6 +251,17 @@ class Supervisor:
                 self._gave_up_waiting = True
                 self._tell([Notice("all ranks have ended but mpirun has not: ending it", True)])
             self._end(process)
+
+    def _check_start(self, now: float) -> None:
+        """Stop a job that waits for a rank that will never come."""
+        missing = self._story.waited_for_in_vain
+        self._vain_since = float("inf") if missing is None else min(self._vain_since, now)
+        if missing is not None and now > self._vain_since + START_SECONDS:
+            reason = f"rank {missing} ended before it started, and MPI waits for it in all others"
+            code = int(ExitCode.SCRIPT_FAILED)
+            self._tell(self._story.handle(events.JobStopped(time.time(), missing, code, reason)))
+            self._vain_since = float("inf")
+            self._end_at = now
 
     def _clean_up(self, process: subprocess.Popen[bytes]) -> None:
         """Whatever happened: afterwards neither mpirun nor what was seen below it runs."""

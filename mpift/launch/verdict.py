@@ -9,7 +9,7 @@ what happened                                exit code
 the user or the system ended the launcher    128 + signal
 a rank stopped the job for a named reason    the code that it named
 a rank called MPI_Abort, or mpirun gave up   1
-nobody ended with 0                          1
+nobody ended with 0                          1, or 3 if the quorum was lost
 somebody did, all others too                 0
 somebody did, others failed                  0, with a warning for each; 1 if ``strict``
 ===========================================  =============================================
@@ -81,7 +81,10 @@ def _judge(
         return ExitCode.SCRIPT_FAILED, [first, *_causes(_seen(failures))]
     real = [failure for failure in failures if not failure.injected]
     if len(failures) == len(story.members):
-        return ExitCode.SCRIPT_FAILED, _all_failed(failures, ending)
+        stops = [member.stopped for member in story.members.values() if member.stopped]
+        quorum_lost = any(stop.exit_code == ExitCode.QUORUM_LOST for stop in stops)
+        code = ExitCode.QUORUM_LOST if quorum_lost else ExitCode.SCRIPT_FAILED
+        return code, _all_failed(failures, ending)
     if ending.mpirun_code:
         first = f"mpirun ended the job with code {ending.mpirun_code}"
         return ExitCode.SCRIPT_FAILED, [first, *_causes(_seen(real))]

@@ -51,6 +51,8 @@ def in_words(event: events.Event) -> str | None:
             return f"lost member {gone}; {len(members)} {ranks} on (rebuilt in {seconds:.3f} s)"
         case events.RankFailed(member=member, host=host, reason=reason, exit_code=code):
             return f"member {member} ({host}) ends with code {code}: {reason}"
+        case events.RankStopped(member=member, reason=reason, exit_code=code):
+            return f"member {member} gives up with code {code}: {reason}"
         case events.JobStopped(reason=reason, exit_code=code):
             return f"the job stops with code {code}: {reason}"
         case _:

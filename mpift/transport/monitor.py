@@ -27,10 +27,15 @@ class Monitor:
     """Watches ``service`` and its surroundings until ``stop``."""
 
     def __init__(
-        self, service: Service, config: Config, end_job: Callable[[int, str], NoReturn]
+        self,
+        service: Service,
+        config: Config,
+        give_up: Callable[[int, str], NoReturn],
+        end_job: Callable[[int, str], NoReturn],
     ) -> None:
         self._service = service
         self._config = config
+        self._give_up = give_up
         self._end_job = end_job
         self._stopped = threading.Event()
         self._parent = os.getppid()
@@ -61,14 +66,14 @@ class Monitor:
             hint = (
                 ": did a rank end before it came here?" if blocked.limit == "start_timeout" else ""
             )
-            self._end_job(
+            self._give_up(
                 ExitCode.SCRIPT_FAILED,
                 f"{blocked.what} took longer than {blocked.limit}={limit:g} s{hint}",
             )
 
     def _check_launcher(self) -> None:
         if os.getppid() != self._parent:
-            self._end_job(ExitCode.SCRIPT_FAILED, "the launcher of this rank is gone")
+            self._give_up(ExitCode.SCRIPT_FAILED, "the launcher of this rank is gone")
 
     def _check_neighbours(self, now: float) -> None:
         """Ranks of this node that are gone although MPI has not said so."""

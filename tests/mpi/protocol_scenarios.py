@@ -18,6 +18,7 @@ import mpift
 from mpift import runtime
 from mpift.reduction.buckets import Buffers, Layout, ParameterSpec, lay_out
 from mpift.reduction.gradients import GradientRounds
+from mpift.transport import processes
 
 STEPS = 40
 
@@ -258,3 +259,20 @@ def one_never_comes(how: str) -> dict[str, Any]:
         end(how) if how != "kill" else die()
     mpift.Communicator()
     return {}
+
+
+def on_separate_nodes(kills: dict[str, int], farewell: bool = False) -> dict[str, Any]:
+    """As ``survive``, but every rank takes itself for alone on its node: no kernel can confirm
+    the death of another."""
+    processes._kernel = lambda: f"kernel of process {os.getpid()}"
+    if not farewell:
+        return survive(kills)
+    comm = mpift.Communicator()
+    member = comm.members[comm.rank]
+    for step in range(STEPS):
+        if kills.get(str(member)) == step:
+            raise ValueError("a fault of the script")
+        comm.allreduce([step])
+    size = comm.size
+    comm.free()
+    return {"size": size}

@@ -120,6 +120,27 @@ def test_two_hundred_runs_with_random_deaths_all_end_in_time() -> None:
     run_random_deaths(range(100, 300))
 
 
+def test_a_majority_goes_on_when_no_kernel_can_confirm_a_death_and_a_half_does_not() -> None:
+    outcome = run_ranks(3, scenarios.on_separate_nodes, {"2": 10})
+    assert sorted(outcome.results) == [0, 1], str(outcome)
+    outcome = run_ranks(3, scenarios.on_separate_nodes, {"2": 10, "1": 20})
+    assert outcome.results == {}, str(outcome)
+    assert "gives up with code 3: only 1 of 2 members of epoch 1 are left" in outcome.stderr
+
+
+def test_a_farewell_confirms_a_death_that_no_kernel_can() -> None:
+    outcome = run_ranks(2, scenarios.on_separate_nodes, {"1": 10}, True)
+    assert outcome.results == {0: {"size": 1}}, str(outcome)
+
+
+def test_fewer_than_min_size_stop() -> None:
+    outcome = run_ranks(
+        3, scenarios.survive, {"1": 10}, environment={"MPIFT_MIN_SIZE": "3"}, timeout_seconds=20
+    )
+    assert outcome.results == {}, str(outcome)
+    assert "2 members are left, fewer than min_size=3" in outcome.stderr
+
+
 def members_of(processes: list[psutil.Process]) -> dict[int, psutil.Process]:
     return {int(p.environ()["OMPI_COMM_WORLD_RANK"]): p for p in processes}
 

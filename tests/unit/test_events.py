@@ -11,6 +11,7 @@ from mpift.observe import lines
 
 def test_every_kind_of_event_survives_its_line() -> None:
     samples = [
+        events.RankStarting(1.5, 0),
         events.RankStarted(1.5, 0, "node1", 17, 4),
         events.FaultInjected(1.5, 2, "kill:2@50", 50),
         events.ViewChanged(1.5, 0, 1, (0, 1, 3), (2,), 0.03),
@@ -19,7 +20,8 @@ def test_every_kind_of_event_survives_its_line() -> None:
         events.RankFailed(1.5, 2, "node1", 1, "ValueError: no", "Traceback ..."),
         events.RankLeft(1.5, 0, "node1", 100, 100),
         events.ProcessEnded(1.5, 2, "node1", 17, None, 9),
-        events.JobStopped(1.5, 0, 3, "quorum lost"),
+        events.RankStopped(1.5, 0, 3, "quorum lost"),
+        events.JobStopped(1.5, 0, 1, "an exit from C"),
     ]
     for event in samples:
         assert events.decode(events.encode(event)) == event
@@ -32,6 +34,19 @@ def test_a_long_traceback_keeps_its_end_and_fits_a_pipe() -> None:
     decoded = events.decode(line)
     assert isinstance(decoded, events.RankFailed)
     assert decoded.traceback.endswith("the end")
+
+
+def test_texts_are_cut_by_bytes_not_characters() -> None:
+    line = events.encode(events.RankFailed(1.5, 2, "node1", 1, "E", "错误" * 5000))
+    assert len(line.encode()) <= events.LINE_BYTES_MAX
+    decoded = events.decode(line)
+    assert isinstance(decoded, events.RankFailed)
+    assert decoded.reason == "E"
+    assert decoded.traceback.endswith("错误")
+
+
+def test_half_a_surrogate_does_not_stop_an_event() -> None:
+    assert events.decode(events.encode(events.RankFailed(1.5, 2, "n", 1, "\ud800"))) is not None
 
 
 def test_fields_of_a_newer_version_are_passed_over() -> None:

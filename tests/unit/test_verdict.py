@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mpift.core import events
-from mpift.launch import guard
 from mpift.launch.display import status_text
 from mpift.launch.story import Story, exception_of, last_words
 from mpift.launch.streams import Aborted, Item, Output, Splitter, Words
@@ -144,28 +143,6 @@ def test_an_abort_is_noticed_and_shown(text: bytes) -> None:
     assert items == [Aborted(2), Output(2, "stderr", text)]
 
 
-# -- the guard's records -----------------------------------------------------------------------
-
-
-def test_a_record_that_is_too_long_loses_the_front_of_its_longest_text() -> None:
-    event = events.RankFailed(1.0, 0, "vm", 1, "E", "错误" * 1250)
-    record = events.encode(event).encode()
-    fitted = guard._fit(record, 4094)
-    assert len(fitted) <= 4094 < len(record)
-    found = events.decode(fitted.decode())
-    assert isinstance(found, events.RankFailed)
-    assert found.traceback.endswith("错误")
-    assert found.reason == "E"
-
-
-def test_a_record_that_fits_is_left_alone_and_one_that_never_can_is_dropped() -> None:
-    assert guard._fit(b"{}", 4094) == b"{}"
-    huge = json.dumps({"kind": "Reported", "values": {"x": list(range(9999))}}).encode()
-    assert guard._fit(huge, 4094) == b""
-    assert guard._fit(b"[" + b"1," * 4000 + b"1]", 4094) == b""
-    assert guard._fit(b"x" * 5000, 4094) == b""
-
-
 # -- verdicts ----------------------------------------------------------------------------------
 
 
@@ -263,6 +240,30 @@ def test_a_stopped_job_leaves_with_its_own_code_even_if_some_rank_was_through() 
     assert found.exit_code == 3
     assert found.lines[0] == "the job stopped with code 3: quorum lost (rank 1)"
     assert found.failures[0].reason == "quorum lost"
+
+
+def test_ranks_that_all_gave_up_for_want_of_a_quorum_leave_with_its_code() -> None:
+    stops = [events.RankStopped(5.0, member, 3, "no majority") for member in (0, 1)]
+    found = verdict(3, ended(2, None, 9), *stops, ended(0, 3), ended(1, 3))
+    assert found.exit_code == 3
+    assert found.failures[1].reason == "no majority"
+
+
+def test_a_minority_that_gives_up_does_not_end_the_others() -> None:
+    stop = events.RankStopped(5.0, 1, 3, "no majority")
+    found = verdict(2, stop, ended(1, 3), ended(0))
+    assert found.exit_code == 0
+    assert "no majority" in found.lines[0]
+
+
+def test_a_rank_that_ended_before_the_others_started_is_waited_for_in_vain() -> None:
+    story = told(3, events.RankStarting(1.0, 0), events.RankStarting(1.0, 2))
+    assert story.waited_for_in_vain is None
+    story.handle(ended(1))
+    assert story.waited_for_in_vain == 1
+    for member in (0, 2):
+        story.handle(events.RankStarted(2.0, member, "vm", 1, 3))
+    assert story.waited_for_in_vain is None
 
 
 def test_an_aborted_job_is_a_failure_even_if_some_rank_was_through() -> None:
