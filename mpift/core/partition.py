@@ -69,16 +69,17 @@ class Deal:
         begin = min(finished + self.lookahead, self.turns)
         kept = [p for p in self.partitions if p.start < begin] or list(self.partitions[:1])
         again: list[int] = []
+        lost = set(self.members) - set(members)
         for index, partition in enumerate(kept):
             stop = kept[index + 1].start if index + 1 < len(kept) else begin
             turns = range(max(partition.start, finished_by_lost), stop)
             for turn in turns:
-                for member in sorted(set(partition.members) - set(members)):
+                for member in sorted(lost & set(partition.members)):
                     entry = partition.entry(turn, member)
                     if entry < len(partition.samples):
                         again.append(partition.samples[entry])
-        last = kept[-1]
-        dealt = (begin - last.start) * len(last.members)
+        last = self.partitions[-1]
+        dealt = max(0, begin - last.start) * len(last.members)
         rest = (*last.samples[dealt:], *again)
         return Deal((*kept, Partition(begin, rest, tuple(members))), self.lookahead)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mpift.core.partition import Deal, first_deal
@@ -24,6 +24,8 @@ def test_what_a_lost_member_had_not_finished_is_dealt_again() -> None:
     assert sorted(rest[:7]) == [4, 6, 7, 8, 9, 10, 11]  # 4 was member 1's second sample
 
 
+@example(samples=13, size=3, batch=2, lookahead=2, losses=[(0, 0), (1, 0)])
+@example(samples=40, size=4, batch=2, lookahead=0, losses=[(1, 3), (2, 0)])
 @given(
     samples=st.integers(1, 60),
     size=st.integers(1, 5),
@@ -37,10 +39,7 @@ def test_no_sample_is_lost_or_doubled_whatever_is_lost(
     deal = first_deal(range(samples), tuple(range(size)), lookahead * batch)
     trained: Counter[int] = Counter()
     finished = step = 0
-    drawn = 0
     while finished < deal.turns:
-        # Loaders draw ahead of the batch in training, by at most the lookahead.
-        drawn = max(drawn, min(finished + batch + lookahead * batch, deal.turns))
         end = min(finished + batch, deal.turns)
         members = deal.members
         lost = {members[index % len(members)] for when, index in losses if when == step}
@@ -48,7 +47,11 @@ def test_no_sample_is_lost_or_doubled_whatever_is_lost(
         for turn in range(finished, end):
             trained.update(_samples(deal, turn, survivors))
         if survivors != members:
+            # Loaders have drawn ahead of the batch in training: that must not change any more.
+            ahead = range(end, min(end + lookahead * batch, deal.turns))
+            drawn = [_samples(deal, turn, survivors) for turn in ahead]
             deal = deal.change(survivors, end, finished)
+            assert drawn == [_samples(deal, turn, survivors) for turn in ahead]
         finished, step = end, step + 1
     # At the end of each partition a last turn that doesn't go up may repeat up to size - 1 samples.
     assert set(trained) == set(range(samples))
