@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpift.torch as hvd
 
-CONTEXT = 128  # characters that a prediction may look back on
+CONTEXT = 64  # characters that a prediction may look back on
 WIDTH = 128
-LAYERS = 3
+LAYERS = 2
 HEADS = 4
 CHARACTERS = 128  # ASCII: the same on every rank, whatever the text
 TEXT_BYTES_MAX = 3_000_000
@@ -64,6 +64,9 @@ class CharGpt(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, CHARACTERS)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """int64[batch, length <= CONTEXT] to logits float32[batch, length, CHARACTERS]."""
@@ -101,7 +104,7 @@ def bits_per_character(model: nn.Module, data: TensorDataset) -> float:
 
 
 @torch.no_grad()
-def continue_text(model: nn.Module, start: str, length: int, temperature: float = 0.7) -> str:
+def continue_text(model: nn.Module, start: str, length: int, temperature: float = 0.6) -> str:
     text = torch.tensor([list(start.encode())])
     for _ in range(length):
         logits = model(text[:, -CONTEXT:])[:, -1]
@@ -160,9 +163,9 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=16, help="samples a rank and step")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=32, help="samples a rank and step")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
 

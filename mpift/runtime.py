@@ -70,7 +70,7 @@ class Runtime:
         self._last_report = 0.0
         self._last_step_event = (0.0, self.view.epoch)
         self._operations = Operations(self.member)
-        self._on_service(lambda: self._service.add_lane(self._operations))
+        self.on_service(lambda: self._service.add_lane(self._operations))
         atexit.register(_at_exit)
         self._emit(events.RankStarted, self.host, os.getpid(), self.view.size)
         self._warn(world.warnings)
@@ -126,11 +126,9 @@ class Runtime:
         def add() -> None:
             if self._service.lanes_left:
                 opened.append(self._service.add_lane(workload))
-                if opened[0] >= _FIRST_LANES:
-                    self._service.request_rebuild()
 
         self.operate(Operation(Kind.OPEN_LANE))
-        self._on_service(add)
+        self.on_service(add)
         if not opened:
             raise MismatchError(
                 f"at most {MAX_LANES - 1} distributed optimizers can be made before a shutdown()"
@@ -150,7 +148,7 @@ class Runtime:
             change()
             self._service.lanes[lane].set_buckets(buckets)
 
-        self._on_service(apply)
+        self.on_service(apply)
 
     def step_finished(self, step: int) -> None:
         """Report a finished step now and then, and always the first in a new view."""
@@ -194,10 +192,10 @@ class Runtime:
             return False
         return self._service.farewell(reason)
 
-    def _give_up(self, code: int, reason: str) -> NoReturn:
+    def _give_up(self, code: int, reason: str, seen: bool = True) -> NoReturn:
         """This rank can't go on; others may, if they see something else."""
         self._emit(events.RankStopped, int(code), reason)
-        exits.leave(code)
+        exits.leave(code, unseen=not seen)
 
     def _abort_job(self, code: int, reason: str) -> NoReturn:
         """End the whole job, also ranks that see nothing of the reason."""
@@ -245,8 +243,8 @@ class Runtime:
             for warning in warnings:
                 lines.warn(warning)
 
-    def _on_service(self, function: Callable[[], Any]) -> None:
-        """Run on the service thread and wait."""
+    def on_service(self, function: Callable[[], Any]) -> None:
+        """Run ``function`` on the service thread, the only one that may call MPI, and wait."""
         done = threading.Event()
 
         def run() -> None:

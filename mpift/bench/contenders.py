@@ -137,7 +137,7 @@ def _raw_allreduce(model: BenchModel) -> Block:
                 times.append(time.perf_counter())
             comm.Free()
 
-        runtime.current()._on_service(on_service_thread)
+        runtime.current().on_service(on_service_thread)
         return np.diff(times).tolist()
 
     return block

@@ -8,11 +8,15 @@ ratio of the medians, its quartiles are those of the rounds' own ratios.
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mpift.bench.models import MODELS, BenchModel
 from mpift.bench.spread import Spread, ratios, spread_of
@@ -29,11 +33,17 @@ CONTENDERS = {
 # Loading torch on every rank, and a bound on one step of the slowest contender.
 _START_SECONDS = 60.0
 _STEP_SECONDS_MAX = 3.0
+# Keep freed memory: glibc hands large blocks back to the kernel, or not, by what was freed before,
+# and a step that has to fault its gradients in again takes a third longer, whoever reduces them.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What was measured. ``seconds`` is one step by contender; ``steps`` those of one block."""
+    """What was measured. ``seconds`` is one step by contender; ``steps`` those of one block.
+
+    ``others_share`` is the part of the machine's cores that other processes used meanwhile, 0 to 1.
+    """
 
     ranks: int
     model: BenchModel
@@ -42,6 +52,7 @@ class StepReport:
     threads: int
     seconds: Mapping[str, Spread]
     ratio_to_ddp: Spread
+    others_share: float
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: medians by name, their quartiles under ``spread``, and how it was run."""
@@ -57,6 +68,7 @@ class StepReport:
             "rounds": self.rounds,
             "steps": self.steps,
             "threads": self.threads,
+            "others_share": self.others_share,
         }
 
 
@@ -72,7 +84,12 @@ def measure(ranks: int, model_name: str, rounds: int, steps: int) -> StepReport:
     from mpift.bench.contenders import contend
 
     threads = threads_a_rank(ranks)
-    environment = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **_KEEP_MEMORY,
+    }
+    begin, others_before = time.monotonic(), _others_seconds()
     blocks = len(CONTENDERS) * (rounds + 1)
     with tempfile.TemporaryDirectory(prefix="mpift-bench-") as folder:
         outcome = run_ranks(
@@ -85,7 +102,9 @@ def measure(ranks: int, model_name: str, rounds: int, steps: int) -> StepReport:
     if len(outcome.results) < ranks:
         raise MpiftError(f"{ranks - len(outcome.results)} of {ranks} ranks failed: {outcome}")
     by_rank = [result["seconds"] for result in outcome.results.values()]
-    return report(ranks, MODELS[model_name], steps, threads, by_rank)
+    core_seconds = (time.monotonic() - begin) * (os.cpu_count() or 1)
+    others_share = max(0.0, _others_seconds() - others_before) / core_seconds
+    return report(ranks, MODELS[model_name], steps, threads, by_rank, others_share)
 
 
 def report(
@@ -94,6 +113,7 @@ def report(
     steps: int,
     threads: int,
     by_rank: Sequence[Mapping[str, Sequence[float]]],
+    others_share: float,
 ) -> StepReport:
     """Put together what the ranks measured: for each, seconds by contender and round."""
     slowest = {
@@ -108,9 +128,16 @@ def report(
         paired.upper,
         paired.runs,
     )
-    return StepReport(ranks, model, paired.runs, steps, threads, seconds, ratio)
+    return StepReport(ranks, model, paired.runs, steps, threads, seconds, ratio, others_share)
 
 
 def threads_a_rank(ranks: int, cores: int | None = None) -> int:
     """Compute threads for each of ``ranks`` ranks that share ``cores`` (default: those here)."""
     return max(1, (cores or len(os.sched_getaffinity(0))) // ranks)
+
+
+def _others_seconds() -> float:
+    """CPU time that this machine has given to anybody but this process and its ended children."""
+    everybody = psutil.cpu_times()
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return float(sum(everybody) - everybody.idle - everybody.iowait - own.ru_utime - own.ru_stime)

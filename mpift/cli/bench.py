@@ -70,7 +70,8 @@ def table(report: StepReport) -> Table:
         f" {report.ranks} ranks of {report.threads} thread(s)",
         caption=f"medians of {report.rounds} rounds in alternation, {report.steps} steps each;"
         f" mpift / DDP: {report.ratio_to_ddp.median:.2f}"
-        f" ({report.ratio_to_ddp.lower:.2f} to {report.ratio_to_ddp.upper:.2f})",
+        f" ({report.ratio_to_ddp.lower:.2f} to {report.ratio_to_ddp.upper:.2f});"
+        f" others used {100 * report.others_share:.0f} % of this machine meanwhile",
     )
     result.add_column("contender")
     for heading in ("median ms", "quartiles ms"):

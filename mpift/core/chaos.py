@@ -73,7 +73,11 @@ def parse(text: str, world_size: int | None = None) -> Schedule:
     Raises ``ChaosError`` naming the item that is wrong, and what would be right.
     """
     items: Iterable[str] = (item.strip() for item in text.split(",")) if text.strip() else ()
-    return Schedule(tuple(_parse_item(item, world_size) for item in items))
+    faults = tuple(_parse_item(item, world_size) for item in items)
+    for index, fault in enumerate(faults):
+        if any(fault.member == earlier.member for earlier in faults[:index]):
+            raise ChaosError(f"chaos item {str(fault)!r}: member {fault.member} is killed already")
+    return Schedule(faults)
 
 
 def _parse_item(item: str, world_size: int | None) -> Fault:

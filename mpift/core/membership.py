@@ -92,6 +92,7 @@ def judge(
     if len(left) < min_size:
         return Verdict(
             Outcome.TOO_SMALL,
-            f"{len(left)} members are left, fewer than min_size={min_size}",
+            f"too few ranks are left: {len(left)}, fewer than min_size={min_size}"
+            " (--min-np, MPIFT_MIN_SIZE)",
         )
     return Verdict(Outcome.GO_ON, f"{len(left)} of {view.size} members go on")

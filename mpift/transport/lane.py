@@ -122,7 +122,7 @@ class Lane:
                 self._reduced_in = reduced_in
 
     def _start(self, world: World, start: rounds.Start) -> None:
-        started = self.workload.start(world, world.lanes[self.index], start)
+        started = self.workload.start(world, world.lane_comms[self.index], start)
         if started is None:
             self._events.append(self._completed(start.epoch, start.bucket))
             return
@@ -144,7 +144,7 @@ class Lane:
         else:
             wanted = self.rounds.completed == instruction.round
             buffers = self.workload.result_to_take(giver, wanted)
-        comm = world.lanes[self.index]
+        comm = world.lane_comms[self.index]
         pending = _HandOver(instruction, giver)
         for buffer in buffers:
             request = comm.Ibcast(buffer, root=instruction.giver)

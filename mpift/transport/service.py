@@ -44,8 +44,8 @@ class Hooks:
 
     # (view, lost members, what they said, seconds): a new view is in force
     view_changed: Callable[[Rebuilt, dict[int, str]], None]
-    # (exit code, reason): the job cannot go on; must not return
-    stop: Callable[[int, str], NoReturn]
+    # (exit code, reason, whether others have to notice the end): give up; must not return
+    give_up: Callable[[int, str, bool], NoReturn]
     # (step, point): the fault schedule may strike here
     strike: Callable[[int, str], None]
 
@@ -77,10 +77,12 @@ class Service:
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._fault: BaseException | None = None
+        self._rebuild_wanted = False  # without a fault, for more communicators
         self._fruitless = 0
         self._progress = 0
         self._joined = False
         self._leave_barrier: Any = None
+        self._all_through = False  # the barrier is complete: nobody needs this rank any more
         self._leave_deadline: float | None = None
         self._inbox: Started
         self._outbox: list[tuple[Started, threading.Event]] = []
@@ -132,18 +134,15 @@ class Service:
     def _all_said_farewell(self) -> bool:
         return set(self.world.view.members) <= {self.world.member, *self.farewells}
 
-    def request_rebuild(self) -> None:
-        """On the service thread: make the communicators anew, for lanes that were added."""
-        self._fault = _Planned()
-
     def add_lane(self, workload: Workload) -> int:
-        """On the service thread: give the next lane its workload; its communicator exists already
-        or comes with the next rebuild."""
+        """On the service thread: give the next lane its workload. If its communicator does not
+        exist yet, all communicators are made anew."""
         index = len(self.lanes)
         strike = self._hooks.strike if index else (lambda _round, _point: None)
         lane = Lane(index, workload, lambda round_, bucket: strike(round_, f"bucket{bucket}"))
         lane.rounds = rounds.Rounds(workload.buckets, workload.in_turn, epoch=self.world.view.epoch)
         self.lanes.append(lane)
+        self._rebuild_wanted = index >= len(self.world.lane_comms)
         return index
 
     @property
@@ -176,18 +175,20 @@ class Service:
             self.world.finalize()
             self.blocked = None
         except BaseException:  # noqa: BLE001, no way out of this thread may be silent
-            self._hooks.stop(
-                ExitCode.SCRIPT_FAILED, f"the service thread failed:\n{traceback.format_exc()}"
+            self._hooks.give_up(
+                ExitCode.SCRIPT_FAILED,
+                f"the service thread failed:\n{traceback.format_exc()}",
+                True,
             )
 
     def _turn(self) -> None:
         try:
-            if self._fault is not None:
+            if self._fault is not None or self._rebuild_wanted:
                 self._recover()
             self._wake.clear()
             while self._calls:
                 self._calls.popleft()()
-            if self._fault is None and not self._poll():
+            if not self._rebuild_wanted and not self._poll():
                 self._pause()
         except self.world.errors as error:
             self._fault = error
@@ -195,37 +196,36 @@ class Service:
     def _poll(self) -> bool:
         """One look at MPI; whether anything completed."""
         requests = [self._inbox.request, *(item.request for item, _ in self._outbox)]
-        if self._leave_barrier is not None:
-            requests.append(self._leave_barrier)
-        own = len(requests)
+        sent = len(self._outbox)
+        first_of_lanes = len(requests)
         for lane in self.lanes:
             requests += lane.requests
-        done = self.world.test_some(requests)
+        if self._leave_barrier is not None:
+            requests.append(self._leave_barrier)
+        done = set(self.world.test_some(requests))
         if not done:
             return False
         self._polls, self._busy_since = 0, None
-        self._own_completed([position for position in done if position < own])
-        offset = own
+        if self._leave_barrier is not None and len(requests) - 1 in done:
+            self._all_through = True
+        for position in sorted(done & set(range(1, 1 + sent)), reverse=True):
+            self._outbox.pop(position - 1)[1].set()
+        if 0 in done:
+            self._take_message()
+        start = first_of_lanes
         for lane in self.lanes:
-            count = len(lane.requests)
-            mine = [p - offset for p in done if offset <= p < offset + count]
-            offset += count
+            stop = start + len(lane.requests)
+            mine = [position - start for position in range(start, stop) if position in done]
+            start = stop
             if mine:
                 lane.complete(self.world, mine)
         return True
 
-    def _own_completed(self, positions: list[int]) -> None:
-        if self._leave_barrier is not None and 1 + len(self._outbox) in positions:
-            self._leave_deadline = 0.0
-        for position in sorted(positions, reverse=True):
-            if 1 <= position <= len(self._outbox):
-                _, sent = self._outbox.pop(position - 1)
-                sent.set()
-        if 0 in positions:
-            message = messages.decode(bytes(self._inbox.buffers[0]))
-            self._receive()
-            if message is not None and message.kind is Kind.FAREWELL:
-                self.farewells[message.sender] = message.text
+    def _take_message(self) -> None:
+        message = messages.decode(bytes(self._inbox.buffers[0]))
+        self._receive()
+        if message is not None and message.kind is Kind.FAREWELL:
+            self.farewells[message.sender] = message.text
 
     def _pause(self) -> None:
         busy = any(lane.requests for lane in self.lanes) or self._leave_barrier is not None
@@ -263,7 +263,7 @@ class Service:
 
     def _recover(self) -> None:
         """One fault: a new view, then every lane goes on in it."""
-        planned = isinstance(self._fault, _Planned)
+        planned = self._fault is None
         for lane in self.lanes:
             lane.fault(self.world)
         self._quarantine += [self._inbox, *(item for item, _ in self._outbox)]
@@ -276,12 +276,10 @@ class Service:
         gone = frozenset(self.farewells)
         old = self.world.view
         step = max((lane.rounds.completed for lane in self.lanes[1:]), default=0)
-        rebuilt = self.world.rebuild(
-            report, len(self.lanes), gone, lambda point: self._hooks.strike(step, point)
-        )
+        rebuilt = self.world.rebuild(report, gone, lambda point: self._hooks.strike(step, point))
         self.blocked = None
         self._judge(old, rebuilt, planned)
-        self._fault = None
+        self._fault, self._rebuild_wanted = None, False
         self.views[rebuilt.view.epoch] = rebuilt.view
         if not self._finished():
             self._hooks.view_changed(rebuilt, dict(self.farewells))
@@ -295,7 +293,8 @@ class Service:
             return  # this rank has all its results; those who left first are no loss
         verdict = judge(old, rebuilt.view.members, rebuilt.confirmed, self._config.min_size)
         if verdict.outcome is not Outcome.GO_ON:
-            self._hooks.stop(ExitCode.QUORUM_LOST, verdict.reason)
+            # All that are left here decide the same, so nobody has to notice.
+            self._hooks.give_up(ExitCode.QUORUM_LOST, verdict.reason, False)
         progress = sum(lane.rounds.completed for lane in self.lanes)
         if rebuilt.lost or planned or progress > self._progress:
             self._fruitless = 0
@@ -303,10 +302,11 @@ class Service:
             self._fruitless += 1
         self._progress = progress
         if self._fruitless >= _FRUITLESS_REBUILDS:
-            self._hooks.stop(
+            self._hooks.give_up(
                 ExitCode.SCRIPT_FAILED,
                 f"MPI failed {self._fruitless} times in a row although no rank was lost;"
                 f" its last error: {self._fault}",
+                False,
             )
 
     # -- the end -----------------------------------------------------------------------------------
@@ -326,11 +326,8 @@ class Service:
             except self.world.errors as error:
                 self._fault = error
                 return False
-        return self.world.view.size == 1 or time.monotonic() >= self._leave_deadline
-
-
-class _Planned(Exception):
-    """Not a fault: the communicators are to be made anew."""
+        alone = self.world.view.size == 1
+        return alone or self._all_through or time.monotonic() >= self._leave_deadline
 
 
 class _Countdown(threading.Event):

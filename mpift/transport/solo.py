@@ -58,7 +58,7 @@ class SoloWorld:
         self.launch_size = 1
         self.identities: dict[int, ProcessIdentity] = {0: processes.identify(0)}
         self.control: Any = SoloComm()
-        self.lanes: list[Any] = [SoloComm() for _ in range(lanes)]
+        self.lane_comms: list[Any] = [SoloComm() for _ in range(lanes)]
 
     @property
     def errors(self) -> tuple[type[BaseException], ...]:
@@ -73,11 +73,10 @@ class SoloWorld:
     def operator(self, name: str) -> str:
         return name
 
-    def rebuild(
-        self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]
-    ) -> Rebuilt:
+    def rebuild(self, report: Report, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
         """Only to open more lanes: a world of one has no faults that it outlives."""
-        self.lanes = [SoloComm() for _ in range(max(lanes, len(report.lanes)))]
+        count = max(len(self.lane_comms), len(report.lanes))
+        self.lane_comms = [SoloComm() for _ in range(count)]
         self.view = self.view.successor(report.epoch + 1, self.view.members)
         return Rebuilt(self.view, (), frozenset(), (report,), 0.0)
 

@@ -65,7 +65,7 @@ class World(Protocol):
     identities: dict[int, ProcessIdentity]
     warnings: list[str]
     control: Any
-    lanes: list[Any]
+    lane_comms: list[Any]  # one a lane; may be ahead of the lanes that are in use
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         """Indices of the requests that completed; raises one of ``errors`` on a fault."""
@@ -74,9 +74,7 @@ class World(Protocol):
     def errors(self) -> tuple[type[BaseException], ...]:
         """What a call into this world raises at a fault."""
 
-    def rebuild(
-        self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]
-    ) -> Rebuilt:
+    def rebuild(self, report: Report, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
         """Make communicators of the survivors; ``at`` is called at the named points inside."""
 
     def receive(self, buffer: bytearray, tag: int) -> Any:
@@ -120,7 +118,7 @@ class MpiWorld:
             with contextlib.suppress(self._mpi.Exception):
                 self.control = self._mute(base.Split(0, base.rank))
                 everybody = self.control.allgather(processes.identify(self.member))
-                self.lanes = [self._mute(self.control.Dup()) for _ in range(lanes)]
+                self.lane_comms = [self._mute(self.control.Dup()) for _ in range(lanes)]
                 good = True
             if not ulfm or self._agree(base, good):
                 break
@@ -151,9 +149,7 @@ class MpiWorld:
 
     # -- rebuild -------------------------------------------------------------------------------
 
-    def rebuild(
-        self, report: Report, lanes: int, gone: frozenset[int], at: Callable[[str], None]
-    ) -> Rebuilt:
+    def rebuild(self, report: Report, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
         """See ``World``. ``gone`` are members that announced their end.
 
         Loops until an attempt is agreed on by all who are left. It has no time limit of its own:
@@ -161,10 +157,10 @@ class MpiWorld:
         """
         begin = time.monotonic()
         time.sleep(self._config.gather_seconds)
-        for comm in (self.control, *self.lanes):
+        for comm in (self.control, *self.lane_comms):
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
-        self._retired += [self.control, *self.lanes]
+        self._retired += [self.control, *self.lane_comms]
         old, base = self.view, self._base
         while True:
             at("shrink")
@@ -172,14 +168,14 @@ class MpiWorld:
                 base = self._mute(base.Shrink())
             except self._mpi.Exception:
                 continue
-            attempt = self._attempt(base, report, lanes, gone, at)
+            attempt = self._attempt(base, report, gone, at)
             at("agree")
             if self._agree(base, attempt is not None) and attempt is not None:
                 break
-        control, new_lanes, reports, confirmed = attempt
+        control, lane_comms, reports, confirmed = attempt
         epoch = max(r.epoch for r in reports) + 1
         self.view = old.successor(epoch, (r.member for r in reports))
-        self._base, self.control, self.lanes = base, control, new_lanes
+        self._base, self.control, self.lane_comms = base, control, lane_comms
         lost = tuple(sorted(set(old.members) - set(self.view.members)))
         return Rebuilt(self.view, lost, confirmed, reports, time.monotonic() - begin)
 
@@ -187,7 +183,6 @@ class MpiWorld:
         self,
         base: Any,
         report: Report,
-        lanes: int,
         gone: frozenset[int],
         at: Callable[[str], None],
     ) -> tuple[Any, list[Any], tuple[Report, ...], frozenset[int]] | None:
@@ -198,7 +193,8 @@ class MpiWorld:
             control = self._mute(base.Split(0, base.rank))
             reports = self._exchange_reports(control, report)
             confirmed = self._confirm(control, reports, gone)
-            count = max(lanes, *(len(r.lanes) for r in reports))
+            # No fewer than before: the first lanes are promised without a rebuild.
+            count = max(len(self.lane_comms), *(len(r.lanes) for r in reports))
             return control, [self._mute(control.Dup()) for _ in range(count)], reports, confirmed
         except self._mpi.Exception:
             if control is not None:

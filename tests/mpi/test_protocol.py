@@ -126,6 +126,7 @@ def test_a_majority_goes_on_when_no_kernel_can_confirm_a_death_and_a_half_does_n
     outcome = run_ranks(3, scenarios.on_separate_nodes, {"2": 10, "1": 20})
     assert outcome.results == {}, str(outcome)
     assert "gives up with code 3: only 1 of 2 members of epoch 1 are left" in outcome.stderr
+    assert outcome.exit_code == 3
 
 
 def test_a_farewell_confirms_a_death_that_no_kernel_can() -> None:
@@ -138,7 +139,8 @@ def test_fewer_than_min_size_stop() -> None:
         3, scenarios.survive, {"1": 10}, environment={"MPIFT_MIN_SIZE": "3"}, timeout_seconds=20
     )
     assert outcome.results == {}, str(outcome)
-    assert "2 members are left, fewer than min_size=3" in outcome.stderr
+    assert "too few ranks are left: 2, fewer than min_size=3" in outcome.stderr
+    assert outcome.exit_code == 3
 
 
 def members_of(processes: list[psutil.Process]) -> dict[int, psutil.Process]:

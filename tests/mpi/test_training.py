@@ -194,6 +194,21 @@ def test_all_live_ranks_are_bit_identical_after_faults(
     assert len({str(result["sizes"]) for result in outcome.results.values()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        (1, "before the optimizer"),
+        (0, "before the second optimizer"),
+        (0, "before the broadcast"),
+    ],
+)
+def test_a_death_before_the_training_begins_is_survived_too(victim: int, moment: str) -> None:
+    outcome = run_ranks(3, scenarios.die_before_training, victim, moment)
+    assert sorted(outcome.results) == sorted({0, 1, 2} - {victim}), str(outcome)
+    for result in outcome.results.values():
+        assert result == {"size": 2, "alike": True}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_bit_identity_over_seeds_steps_and_victims(seed: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +18,7 @@ from torch.nn import functional
 
 import mpift
 import mpift.torch as hvd
+from mpift import runtime
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -429,3 +433,32 @@ def sampled(samples: int, batch_size: int, workers: int) -> dict[str, Any]:
     lengths = hvd.allgather_object(len(trained))
     hvd.shutdown()
     return {"trained": trained, "lengths": lengths}
+
+
+def die_before_training(victim: int, moment: str) -> dict[str, Any]:
+    """A death after ``init``, at a moment at which no optimizer has gradients yet."""
+    hvd.init()
+    model, other = build(hvd.rank()), build(hvd.rank())
+    victim_here = runtime.current().member == victim
+
+    def maybe_die(now: str) -> None:
+        if victim_here and moment == now:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    maybe_die("before the optimizer")
+    time.sleep(0.3)  # so that the death is noticed while nothing is in flight
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    maybe_die("before the second optimizer")
+    second = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    maybe_die("before the broadcast")
+    hvd.broadcast_parameters(model.state_dict())
+    hvd.broadcast_parameters(other.state_dict())
+    for step in range(3):
+        x, y = share(step, hvd.rank(), hvd.size())
+        for net, opt in ((model, optimizer), (other, second)):
+            opt.zero_grad()
+            functional.cross_entropy(net(x), y).backward()
+            opt.step()
+    found = {"size": hvd.size(), "alike": identical(model, optimizer) and identical(other, second)}
+    hvd.shutdown()
+    return found

@@ -42,6 +42,7 @@ def test_a_fault_in_a_rebuild_is_due_in_the_first_rebuild_after_its_step() -> No
         ("kill:2@50:moon", "unknown point 'moon'"),
         ("kill:4@50", "no member 4 in a world of 4"),
         ("kill:-1@50", "VERB:MEMBER@STEP"),
+        ("kill:1@5,kill:1@9", "member 1 is killed already"),
     ],
 )
 def test_a_wrong_schedule_is_refused_with_the_item_named(text: str, part: str) -> None:

@@ -30,7 +30,7 @@ def lane_of(buckets: int = 2) -> tuple[SoloWorld, SlowComm, Lane, GradientRounds
     workload = GradientRounds(lay_out(specs, 40, 40))
     world = SoloWorld()
     comm = SlowComm()
-    world.lanes = [comm]
+    world.lane_comms = [comm]
     return world, comm, Lane(0, workload, lambda _round, _bucket: None), workload
 
 
