@@ -42,6 +42,8 @@ class Config:
     start_timeout: float = _setting(120.0, low=1.0)
     # How long a finished rank waits for the others to finish too before it leaves.
     leave_timeout: float = _setting(2.0, low=0.0)
+    # A wait for other ranks that lasts longer is warned about, once.
+    stall_warning_seconds: float = _setting(60.0, low=0.1)
     # While no collective is in flight, MPI is looked at this often.
     idle_poll_seconds: float = _setting(0.005, low=0.0001, high=1.0)
     # "serialized": only mpift's own thread is in MPI. "multiple" lets the script call MPI itself;

@@ -20,7 +20,7 @@ import numpy as np
 from mpift.config import Config
 from mpift.core import chaos, events, rounds
 from mpift.core.membership import View
-from mpift.errors import ConfigError, MismatchError, NotInitializedError
+from mpift.errors import ConfigError, MismatchError, MpiftError, NotInitializedError
 from mpift.observe import lines
 from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Kind, Operation, Operations
@@ -43,7 +43,9 @@ class Runtime:
 
     def __init__(self, comm: Any, config: Config) -> None:
         self.config = config
-        self.member = startup.launch_rank()
+        self.comm = comm
+        self._launch_rank = startup.launch_rank()  # what events and fault schedules go by
+        self.schedule = chaos.parse(config.chaos, startup.launch_size())
         self.host = socket.gethostname()
         self._subscribers: list[Callable[[events.Event], None]] = [lines.subscriber()]
         self._service = Service(
@@ -52,7 +54,7 @@ class Runtime:
             Hooks(self._view_changed, self._give_up, self.strike),
         )
         self._exits = exits.Exits(self._last_words)
-        self._monitor = Monitor(self._service, config, self._give_up, self._abort_job)
+        self._monitor = Monitor(self._service, config, self._give_up, self._abort_job, lines.warn)
         if startup.under_launcher():  # otherwise there is nobody to notice
             self._exits.install()
             self._monitor.start()
@@ -61,7 +63,6 @@ class Runtime:
         world = self._service.world
         self.member = world.member
         self.identities = world.identities
-        self.schedule = chaos.parse(config.chaos, world.launch_size)
         # The view as the script sees it: it changes only inside our calls.
         self.view: View = world.view
         # Gradient rounds that the script asked for, and those whose result it got.
@@ -69,6 +70,9 @@ class Runtime:
         self._values: dict[str, Any] = {}
         self._last_report = 0.0
         self._last_step_event = (0.0, self.view.epoch)
+        self.round_view: View = world.view  # the view that reduced the last gradient round
+        self._operating = threading.Lock()
+        self._unfinished: Operation | None = None
         self._operations = Operations(self.member)
         self.on_service(lambda: self._service.add_lane(self._operations))
         atexit.register(_at_exit)
@@ -104,8 +108,14 @@ class Runtime:
             self._operations.begin(operation)
             self._service.lanes[_OPERATIONS].feed(self._service.world, rounds.Contributed(0))
 
-        self._service.call(begin)
-        operation.done.wait()
+        with self._operating:
+            if self._unfinished is not None:
+                # The script caught an interrupt in the middle of it; it still has its turn.
+                self._unfinished.done.wait()
+            self._unfinished = operation
+            self._service.call(begin)
+            operation.done.wait()
+            self._unfinished = None
         self.see(operation.reduced_in)
         if operation.error is not None:
             raise operation.error
@@ -116,6 +126,11 @@ class Runtime:
         """Let the script see the view of ``epoch``, unless it has seen a newer one."""
         if epoch > self.view.epoch:
             self.view = self._service.views[epoch]
+
+    def see_round(self, epoch: int) -> None:
+        """The same, for a gradient round that the view of ``epoch`` reduced."""
+        self.round_view = self._service.views[epoch]
+        self.see(epoch)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -142,7 +157,9 @@ class Runtime:
         self._service.feed(lane, rounds.Contributed(bucket))
 
     def relayout(self, lane: int, change: Callable[[], None], buckets: int) -> None:
-        """Change a lane's layout between two rounds; returns when that is done."""
+        """Change a lane's layout between two rounds; returns when that is done. All ranks call
+        this for the same round; ``MismatchError`` if some have left already."""
+        self.operate(Operation(Kind.CHANGE_LAYOUT))
 
         def apply() -> None:
             change()
@@ -176,7 +193,8 @@ class Runtime:
 
     def strike(self, step: int, point: str) -> None:
         """Carry out the fault that the schedule has for this place, if any."""
-        fault = self.schedule.due(self.member, step, point) if self.schedule.faults else None
+        faults = self.schedule.faults
+        fault = self.schedule.due(self._launch_rank, step, point) if faults else None
         if fault is not None:
             self._emit(events.FaultInjected, str(fault), step)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -184,7 +202,9 @@ class Runtime:
     def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
         view = rebuilt.view
         if view.coordinator == self.member:
-            self._emit(events.ViewChanged, view.epoch, view.members, rebuilt.lost, rebuilt.seconds)
+            members = tuple(self.identities[m].launch_rank for m in view.members)
+            lost = tuple(self.identities[m].launch_rank for m in rebuilt.lost)
+            self._emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds)
 
     def _last_words(self, code: int, reason: str, trace: str) -> bool:
         self._emit(events.RankFailed, self.host, code, reason, trace)
@@ -217,13 +237,23 @@ class Runtime:
         self._service.join_all()
         self._service.thread.join()
         self._monitor.stop()
-        self._exits.remove()
         self._emit(events.RankLeft, self.host, self.steps_called, self.steps_applied)
+        if self._service.world.finalize_would_hang:
+            atexit.register(self._leave_without_finalize)
+        else:
+            self._exits.remove()
 
     def at_exit(self) -> None:
         """The interpreter's end: a failure leaves at once, everything else leaves politely."""
         self._exits.check_at_exit()
         self.shutdown()
+        if self._service.world.finalize_would_hang:
+            self._leave_without_finalize()
+
+    def _leave_without_finalize(self) -> None:
+        atexit.unregister(self._leave_without_finalize)
+        if os.getpid() == self.identities[self.member].pid:
+            exits.leave_after_exit_handlers(self._exits.code)
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -234,7 +264,7 @@ class Runtime:
             )
 
     def _emit(self, kind: type[events.Event], *values: Any) -> None:
-        event = kind(time.time(), self.member, *values)
+        event = kind(time.time(), self._launch_rank, *values)
         for subscriber in self._subscribers:
             subscriber(event)
 
@@ -244,15 +274,23 @@ class Runtime:
                 lines.warn(warning)
 
     def on_service(self, function: Callable[[], Any]) -> None:
-        """Run ``function`` on the service thread, the only one that may call MPI, and wait."""
+        """Run ``function`` on the service thread, the only one that may call MPI, and wait; an
+        error of ours is raised here."""
+        self._require_service()
         done = threading.Event()
+        errors: list[MpiftError] = []
 
         def run() -> None:
-            function()
+            try:
+                function()
+            except MpiftError as error:
+                errors.append(error)
             done.set()
 
         self._service.call(run)
         done.wait()
+        if errors:
+            raise errors[0]
 
 
 def _make_world(comm: Any, config: Config) -> MpiWorld | SoloWorld:
@@ -264,8 +302,8 @@ def start(comm: Any = None, config: Config | None = None) -> Runtime:
     """The process's runtime, started if there is none.
 
     ``comm`` is an mpi4py communicator, or None for all processes of the launch. Raises
-    ``ConfigError`` if a runtime with other settings is running already, and ``TypeError`` for a
-    ``comm`` of another kind.
+    ``ConfigError`` if a runtime with other settings or another communicator is running already, and
+    ``TypeError`` for a ``comm`` of another kind.
     """
     global _current
     with _lock:
@@ -275,6 +313,8 @@ def start(comm: Any = None, config: Config | None = None) -> Runtime:
             _current = Runtime(comm, config or Config.load())
         elif config is not None and config != _current.config:
             raise ConfigError("mpift is running with other settings; call shutdown() first")
+        elif comm is not None and comm != _current.comm:
+            raise ConfigError("mpift is running on another communicator; call shutdown() first")
         return _current
 
 

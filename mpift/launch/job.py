@@ -30,6 +30,9 @@ def run(options: command.Options, reporting: Reporting) -> int:
 
     Raises ``MpiftError`` if it can't even be started: nothing runs then.
     """
+    script = Path(options.command[0])
+    if script.suffix == ".py" and not script.is_file():
+        raise ConfigError(f"there is no file {script}")
     here = machine.look()
     line = command.build(options, here)
     if reporting.summary is not None:

@@ -82,8 +82,8 @@ class GradientRounds:
             self._last_round, self._last_epoch = round_, reduced_in
             self._delivered.notify_all()
 
-    def report(self) -> tuple[int, int]:
-        return sum(result.nbytes for result in self._kept), 0
+    def report(self) -> tuple[int, int, int]:
+        return sum(result.nbytes for result in self._kept), 0, 0
 
     def result_to_give(self) -> Sequence[np.ndarray]:
         return self._kept

@@ -41,6 +41,7 @@ class Kind(enum.IntEnum):
     BROADCAST = 3
     ALLGATHER = 4
     OPEN_LANE = 5
+    CHANGE_LAYOUT = 6
 
 
 class _Status(enum.IntEnum):
@@ -68,6 +69,7 @@ class Operation:
     result: np.ndarray | None = None
     error: MpiftError | None = None
     reduced_in: int = -1  # epoch of the view that carried it out
+    participants: int = 0  # ranks that called it; those that had left are not counted
     done: threading.Event = field(default_factory=threading.Event)
 
     def header(self, member: int) -> np.ndarray:
@@ -110,7 +112,7 @@ class Operations:
         self._headers = np.zeros((0, _HEADER_FIELDS), np.int64)
         self._received = np.zeros(0, np.uint8)
         self._status = _Status.DONE
-        self._error = ""
+        self._participants = 0
 
     def begin(self, operation: Operation) -> None:
         """The operation of the open round; called once its predecessor is done."""
@@ -125,9 +127,10 @@ class Operations:
             self._headers = np.empty((comm.size, _HEADER_FIELDS), np.int64)
             request = comm.Iallgather(mine, self._headers)
             return Started(request, (mine, self._headers))
-        self._status, self._error = _inspect(self._headers, world.view.members)
+        self._participants = self.participants(0)
+        self._status, error = _inspect(self._headers, world.view.members)
         if self._status is not _Status.DONE:
-            self._received = np.frombuffer(self._error.encode(), np.uint8).copy()
+            self._received = np.frombuffer(error.encode(), np.uint8).copy()
             return None
         return self._move(world, comm, operation)
 
@@ -186,12 +189,13 @@ class Operations:
         if self._status is _Status.DONE:
             operation.result = self._received
         else:
-            operation.error = _ERRORS[self._status](self._error)
+            operation.error = _ERRORS[self._status](self._received.tobytes().decode())
         operation.reduced_in = reduced_in
+        operation.participants = self._participants
         operation.done.set()
 
-    def report(self) -> tuple[int, int]:
-        return self._received.nbytes, int(self._status)
+    def report(self) -> tuple[int, int, int]:
+        return self._received.nbytes, int(self._status), self._participants
 
     def result_to_give(self) -> Sequence[np.ndarray]:
         return [_bytes(self._received)] if self._received.nbytes else []
@@ -199,9 +203,8 @@ class Operations:
     def result_to_take(self, giver: LaneReport, wanted: bool) -> Sequence[np.ndarray]:
         data = np.empty(giver.result_bytes, np.uint8)
         if wanted:
-            self._status = _Status(giver.status)
+            self._status, self._participants = _Status(giver.status), giver.participants
             self._received = self._shaped(data)
-            self._taken = data
         return [data] if giver.result_bytes else []
 
     def _shaped(self, data: np.ndarray) -> np.ndarray:
@@ -263,9 +266,13 @@ def _inspect(headers: np.ndarray, members: Sequence[int]) -> tuple[_Status, str]
                 f"broadcast: its root, member {root}, is gone and nobody has its data;"
                 " choose a root of the present view"
             )
-    if kind is Kind.OPEN_LANE and len(active) < len(headers):
+    if kind in (Kind.OPEN_LANE, Kind.CHANGE_LAYOUT) and len(active) < len(headers):
         left = [members.index(int(row[0])) for row in headers if row[1] == Kind.JOINED]
-        return _Status.MISMATCH, f"ranks {left} have left already: no new optimizer can be made"
+        what = "make a new optimizer" if kind is Kind.OPEN_LANE else "add, freeze or unfreeze"
+        return _Status.MISMATCH, (
+            f"ranks {left} have left already, so it is too late to {what} parameters:"
+            " what they add to the others' rounds would no longer fit"
+        )
     return _Status.DONE, ""
 
 

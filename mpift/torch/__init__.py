@@ -94,3 +94,36 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+# Names of Horovod's API that scripts may ask for, so that the answer is better than Python's own.
+_NOT_YET = {
+    **dict.fromkeys(
+        (
+            "allreduce_async",
+            "allreduce_async_",
+            "allgather_async",
+            "broadcast_async",
+            "broadcast_async_",
+            "alltoall_async",
+            "synchronize",
+            "poll",
+        ),
+        "use the call without _async",
+    ),
+    **dict.fromkeys(
+        ("grouped_allreduce", "grouped_allgather", "alltoall", "reducescatter"),
+        "use allreduce or allgather",
+    ),
+    "Adasum": "use Average",
+    "join": "a rank that leaves its loop counts as joined by itself",
+    "SyncBatchNorm": "use torch.nn.BatchNorm",
+    "elastic": "a fault needs no code here; for data there is ElasticSampler",
+    "ProcessSet": "use mpift.Communicator on a part of the launch",
+    "global_process_set": "leave it out",
+}
+
+
+def __getattr__(name: str) -> None:
+    if name in _NOT_YET:
+        raise AttributeError(f"hvd.{name} is not available in this version: {_NOT_YET[name]}")
+    raise AttributeError(f"module 'mpift.torch' has no attribute {name!r}")

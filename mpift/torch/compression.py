@@ -19,10 +19,18 @@ class NoneCompressor:
         return tensor
 
 
-class Compression:
+class _Compression:
     """What may be given as ``compression=``."""
 
     none = NoneCompressor
+
+    def __getattr__(self, name: str) -> None:
+        raise AttributeError(
+            f"Compression.{name} is not available in this version: use Compression.none"
+        )
+
+
+Compression = _Compression()
 
 
 def require_none(compression: object) -> None:

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from mpift import runtime
-from mpift.errors import RootLostError
+from mpift.errors import MismatchError, RootLostError
 from mpift.reduction.operations import Kind, Operation
 from mpift.torch.operations import _broadcast_bytes
 
@@ -27,15 +27,23 @@ def broadcast_parameters(
     so a fault leaves no mixture; should the root die before anybody has them, rank 0 of the
     survivors is the new root.
     """
-    items = params.items() if isinstance(params, Mapping) else params
-    tensors = [value for _, value in items if isinstance(value, torch.Tensor)]
-    if not tensors:
+    items = list(params.items() if isinstance(params, Mapping) else params)
+    if any(not isinstance(item, tuple) or len(item) != 2 for item in items):
+        raise ValueError("params must be a state_dict or (name, tensor) pairs")
+    named = [(name, value) for name, value in items if isinstance(value, torch.Tensor)]
+    if not named:
         return
-    flat = [
-        tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for tensor in tensors
-    ]
-    received = _from_any_root(torch.cat(flat).numpy(), root_rank)
-    start = 0
+    tensors = [tensor for _, tensor in named]
+    flat = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    plan = digest([f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named])
+    mine = np.frombuffer(bytes.fromhex(plan), np.uint8)
+    received = _from_any_root(np.concatenate([mine, torch.cat(flat).numpy()]), root_rank)
+    if not np.array_equal(received[: len(mine)], mine):
+        raise MismatchError(
+            "the root broadcast tensors of other names, shapes, dtypes or order than this rank's:"
+            " build the same model on every rank"
+        )
+    start = len(mine)
     with torch.no_grad():
         for tensor, old in zip(tensors, flat, strict=True):
             piece = torch.from_numpy(received[start : start + len(old)].copy())

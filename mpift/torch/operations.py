@@ -36,11 +36,11 @@ def allreduce(
     wide = tensor.detach().to("cpu", torch.float32 if tensor.dtype in _HALF else tensor.dtype)
     scaled = _scaled(wide, prescale_factor)
     mpi_op = Sum if op is Average else op
-    result, size = _operate(Operation(Kind.ALLREDUCE, scaled.contiguous().numpy(), mpi_op.value))
-    combined = torch.from_numpy(result)
-    if op is Average:
+    operation = Operation(Kind.ALLREDUCE, scaled.contiguous().numpy(), mpi_op.value)
+    combined = torch.from_numpy(runtime.current().operate(operation))
+    if op is Average:  # over those that called it; ranks that have left don't dilute it
         rounding = None if combined.is_floating_point() else "trunc"
-        combined = torch.div(combined, size, rounding_mode=rounding)
+        combined = torch.div(combined, operation.participants, rounding_mode=rounding)
     return _scaled(combined, postscale_factor).to(tensor.device, tensor.dtype)
 
 
@@ -71,8 +71,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     data = torch.atleast_1d(tensor.detach().to("cpu")).contiguous()
     half = data.dtype in _HALF
     rows = (data.view(torch.int16) if half else data).numpy()
-    result, _ = _operate(Operation(Kind.ALLGATHER, rows))
-    gathered = torch.from_numpy(result)
+    gathered = torch.from_numpy(runtime.current().operate(Operation(Kind.ALLGATHER, rows)))
     return (gathered.view(data.dtype) if half else gathered).to(tensor.device)
 
 
@@ -81,18 +80,12 @@ def barrier() -> None:
     runtime.current().operate(Operation(Kind.BARRIER))
 
 
-def _operate(operation: Operation) -> tuple[np.ndarray, int]:
-    """The result, and the number of ranks in the view that made it."""
-    current = runtime.current()
-    result = current.operate(operation)
-    return result, current.view.size
-
-
 def _broadcast_bytes(data: np.ndarray, root_rank: int) -> np.ndarray:
     members = runtime.current().view.members
-    if not 0 <= root_rank < len(members):
-        raise MismatchError(f"root_rank {root_rank} is not a rank of 0 to {len(members) - 1}")
-    return _operate(Operation(Kind.BROADCAST, data, root=members[root_rank]))[0]
+    if not isinstance(root_rank, int) or not 0 <= root_rank < len(members):
+        raise MismatchError(f"root_rank {root_rank!r} is not a rank of 0 to {len(members) - 1}")
+    operation = Operation(Kind.BROADCAST, data, root=members[root_rank])
+    return runtime.current().operate(operation)
 
 
 def _operator(average: bool | None, op: ReduceOp | None) -> ReduceOp:

@@ -52,6 +52,9 @@ class DistributedMixin:
         reducer.step_finished()
         return loss
 
+    # For torch this function has its hooks already: the plain step inside has them.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def synchronize(self) -> None:
         """Complete the reduction: afterwards ``p.grad`` holds the averages, to be clipped or
         looked at. The next ``step`` then does not reduce again."""
@@ -127,8 +130,10 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     require_none(compression)
     if op not in (Average, Sum):
         raise ValueError(f"op {op} is not available for gradients: use Average or Sum")
-    if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1.0 and op is not Average):
-        raise ValueError("gradient_predivide_factor must be positive, and needs op=Average")
+    if not 0 < gradient_predivide_factor < float("inf"):
+        raise ValueError(f"gradient_predivide_factor must be positive: {gradient_predivide_factor}")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor needs op=Average")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS steers by the local loss, so ranks would part: it is not supported")
     if isinstance(optimizer, DistributedMixin):
@@ -148,8 +153,8 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
 
 
 def _positive(number: int, name: str) -> int:
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, not {number}")
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
     return number
 
 

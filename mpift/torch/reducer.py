@@ -80,7 +80,8 @@ class Reducer:
 
     def _trainable(self) -> list[torch.Tensor]:
         groups = self._optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        every = dict.fromkeys(p for group in groups for p in group["params"])
+        return [p for p in every if p.requires_grad]
 
     def _lay_out(self) -> Layout:
         self._parameters = self._trainable()
@@ -132,6 +133,7 @@ class Reducer:
 
     def _begin_round(self) -> None:
         self._placed: set[int] = set()
+        self._called = False
         self._passes = [0] * len(self._parameters)
         self._missing = [len(bucket.slots) for bucket in self._layout.buckets]
 
@@ -219,7 +221,9 @@ class Reducer:
         """
         if not self._placed:
             self._refresh()
-        self._runtime.steps_called += 1
+        if not self._called:  # not again after an interrupt that the script caught
+            self._called = True
+            self._runtime.steps_called += 1
         for index in range(len(self._parameters)):
             if index not in self._placed:
                 self._place(index)
@@ -227,7 +231,7 @@ class Reducer:
         with torch.no_grad():
             for number, bucket in enumerate(self._layout.buckets):
                 self._copy_out(bucket, self._workload.result(self._round, number))
-        self._runtime.see(epoch)
+        self._runtime.see_round(epoch)
         self._runtime.steps_applied += 1
         self.synchronized = True
         self._round += 1

@@ -25,7 +25,8 @@ class ElasticSampler(Sampler[int]):
     With a loader that works in the main process (``num_workers=0``) nothing else is needed. A
     loader with workers draws ahead: give ``prefetch``, at least how many samples a rank it draws
     beyond the batch in training (workers * prefetch_factor * batch size), and call ``record_batch``
-    after each step. What a dead rank had drawn in the last ``prefetch`` turns of an epoch is lost.
+    after each step. A loader that has seen the end of the epoch asks for no more: what a rank had
+    drawn that dies in its last batch, or its last ``prefetch`` samples, is not dealt again.
 
     Call ``set_epoch`` before each epoch for another order. All ranks must use equal batch sizes.
     """
@@ -64,12 +65,12 @@ class ElasticSampler(Sampler[int]):
         self._deal: Deal = first_deal(samples, self._runtime.view.members, self._prefetch)
         self._drawn = 0  # turns handed to the loader
         self._finished = 0  # turns whose rounds completed
-        self._finished_before = 0  # the same, before the last completed round
         self._rounds_seen = self._runtime.steps_applied
 
     def __len__(self) -> int:
-        """Samples that this rank will still draw in this epoch, as things stand."""
-        return max(0, self._deal.turns - self._drawn)
+        """Samples that this rank will still draw in this epoch, as things stand; after its end, or
+        before its beginning, those of a whole epoch."""
+        return self._deal.turns - self._drawn or self._deal.turns
 
     def __iter__(self) -> Iterator[int]:
         """Draw this rank's samples to the end of the epoch; a new iterator goes on where the
@@ -105,10 +106,13 @@ class ElasticSampler(Sampler[int]):
             self._finish(self._drawn)
 
     def _finish(self, finished: int) -> None:
-        self._finished_before, self._finished = self._finished, finished
-        members = self._runtime.view.members
-        if members != self._deal.members:
-            self._deal = self._deal.change(members, self._finished, self._finished_before)
+        before, self._finished = self._finished, finished
+        # Who took part in the last round has finished it, even if it has died since.
+        of_round, living = self._runtime.round_view.members, self._runtime.view.members
+        for members, finished_by_lost in ((of_round, before), (living, finished)):
+            left = tuple(member for member in self._deal.members if member in members)
+            if left != self._deal.members:
+                self._deal = self._deal.change(left, finished, finished_by_lost)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, for any later world size: epoch, seed, unfinished samples."""

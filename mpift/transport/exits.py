@@ -11,11 +11,13 @@ finished. An exit from C code is found by the other ranks of the node (``monitor
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -40,6 +42,13 @@ def leave(code: int, unseen: bool = False) -> NoReturn:
 
 
 _system_exit = os._exit
+
+
+def leave_after_exit_handlers(code: int) -> NoReturn:
+    """End this process without the interpreter's own end, which would call MPI_Finalize; the exit
+    handlers that are registered still run. Nobody has to notice this end."""
+    atexit._run_exitfuncs()
+    leave(code, unseen=True)
 
 
 def code_of(argument: object) -> int:
@@ -84,6 +93,11 @@ class Exits:
             if getattr(builtins, name, None) == self._sys_exit:
                 setattr(builtins, name, self._saved[f"builtins.{name}"])
 
+    @property
+    def code(self) -> int:
+        """What ``sys.exit`` was called with last."""
+        return self._code
+
     def forget(self) -> None:
         """The script went on after a ``sys.exit`` that it caught."""
         self._code = 0
@@ -103,8 +117,10 @@ class Exits:
             self._end(code, reason, "".join(traceback.format_exception(kind, error, trace)))
 
     def _sys_exit(self, argument: Any = None) -> NoReturn:
-        # Only noted: the script may still catch the SystemExit, and its handlers must run.
-        self._code = code_of(argument)
+        # Only noted: the script may still catch the SystemExit, and its handlers must run. In
+        # another thread it ends that thread alone.
+        if threading.current_thread() is threading.main_thread():
+            self._code = code_of(argument)
         self._text = f"sys.exit({argument!r})"
         raise SystemExit(argument)
 

@@ -51,8 +51,8 @@ class Workload(Protocol):
     def deliver(self, round_: int, reduced_in: int) -> None:
         """The round is complete: hand its result to whoever waits."""
 
-    def report(self) -> tuple[int, int]:
-        """(bytes, status) of the last completed round's result, for a hand-over."""
+    def report(self) -> tuple[int, int, int]:
+        """(bytes, status, participants) of the last completed round, for a hand-over."""
 
     def result_to_give(self) -> Sequence[np.ndarray]:
         """The last completed round's result."""
@@ -90,9 +90,11 @@ class Lane:
 
     def report(self) -> LaneReport:
         """Where this rank stands in this lane."""
-        size, status = self.workload.report()
+        size, status, participants = self.workload.report()
         state = self.rounds
-        return LaneReport(state.completed, self._reduced_in, int(state.finished), size, status)
+        return LaneReport(
+            state.completed, self._reduced_in, int(state.finished), size, status, participants
+        )
 
     def feed(self, world: World, event: rounds.Event) -> None:
         """Give ``event`` to the machine and carry out what it says, and what follows from that."""
@@ -176,7 +178,10 @@ class Lane:
     def fault(self, world: World) -> None:
         """Everything in flight is lost; its buffers are kept untouched for life."""
         self.quarantine += self._started
-        self.workload.abandon([key[1] for key in self._keys if isinstance(key, tuple)])
+        buckets = [key[1] for key in self._keys if isinstance(key, tuple)]
+        if len(buckets) < len(self._keys):  # a hand-over was being received, into all results
+            buckets = list(range(self.workload.buckets))
+        self.workload.abandon(buckets)
         self.requests, self._keys, self._started = [], [], []
         self._events.clear()
         self.feed(world, rounds.Faulted())

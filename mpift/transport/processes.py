@@ -19,20 +19,25 @@ _START_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process of the job. ``node`` tells kernels and pid namespaces apart, not only names."""
+    """One process of the job. ``node`` tells kernels and pid namespaces apart, not only names.
+
+    ``launch_rank`` differs from ``member`` where the job is a part of a launch."""
 
     member: int
+    launch_rank: int
     host: str
     node: str
     pid: int
     start_time: float
 
 
-def identify(member: int) -> ProcessIdentity:
+def identify(member: int, launch_rank: int = 0) -> ProcessIdentity:
     """The identity of the calling process."""
     process = psutil.Process()
     host = socket.gethostname()
-    return ProcessIdentity(member, host, f"{host}/{_kernel()}", process.pid, process.create_time())
+    node = f"{host}/{_kernel()}"
+    start = process.create_time()
+    return ProcessIdentity(member, launch_rank, host, node, process.pid, start)
 
 
 def _kernel() -> str:

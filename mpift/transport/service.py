@@ -151,6 +151,16 @@ class Service:
         return self._ready.is_set() and self._start_error is None and self.thread.is_alive()
 
     @property
+    def waits(self) -> tuple[float, str] | None:
+        """Since when (monotonic) this rank has waited for others without any progress, and in
+        what; None if it doesn't, or has left its loops and may wait."""
+        since = self._busy_since
+        if since is None or self._joined:
+            return None
+        steps = [f"step {lane.rounds.completed}" for lane in self.lanes[1:] if lane.requests]
+        return since, " and ".join(steps) or "a collective operation"
+
+    @property
     def lanes_left(self) -> int:
         return MAX_LANES - len(self.lanes)
 

@@ -53,6 +53,7 @@ class SoloWorld:
 
     def __init__(self, lanes: int = 0) -> None:
         self.warnings: list[str] = []
+        self.finalize_would_hang = False
         self.member = 0
         self.view = initial_view(1)
         self.launch_size = 1

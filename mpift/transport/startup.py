@@ -42,6 +42,14 @@ def launch_rank(environment: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def launch_size(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Ranks of the launch, where the launcher tells it before MPI starts."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return None if under_launcher(environment) else 1
+
+
 def loaded() -> bool:
     """Whether the script has loaded MPI already."""
     return "mpi4py.MPI" in sys.modules

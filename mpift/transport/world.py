@@ -22,7 +22,7 @@ from mpift.transport import processes, startup
 from mpift.transport.processes import ProcessIdentity
 
 # A report has a fixed length, so lanes are bounded; one lane is one optimizer's gradients.
-MAX_LANES = 16
+MAX_LANES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class LaneReport:
     finished: int = 0  # 1: it was the lane's last, nobody took part
     result_bytes: int = 0
     status: int = 0  # the workload's own word on its last result
+    participants: int = 0  # where the result itself does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ class World(Protocol):
     launch_size: int  # ranks at launch; member ids are below it
     identities: dict[int, ProcessIdentity]
     warnings: list[str]
+    # Set by ``finalize`` where mpi4py will call MPI_Finalize at the interpreter's end all the same,
+    # and that would wait for the dead.
+    finalize_would_hang: bool
     control: Any
     lane_comms: list[Any]  # one a lane; may be ahead of the lanes that are in use
 
@@ -97,6 +101,7 @@ class MpiWorld:
         self._mpi, self.warnings = startup.load_mpi(config.mpi_threads)
         self._finalizes = startup.loaded_by_script() or not startup.ulfm_enabled(self._mpi)
         self._config = config
+        self.finalize_would_hang = False
         origin = given if given is not None else self._mpi.COMM_WORLD
         for comm in (self._mpi.COMM_SELF, self._mpi.COMM_WORLD, origin):
             self._mute(comm)
@@ -111,13 +116,14 @@ class MpiWorld:
     def _start(self, origin: Any, lanes: int) -> None:
         """The first communicators, without those that have died already; as in a rebuild."""
         ulfm = startup.ulfm_enabled(self._mpi)
+        launch_rank = self._mpi.COMM_WORLD.rank
         base = origin
         while True:
             base = self._mute(base.Shrink() if ulfm else base.Dup())
             good = False
             with contextlib.suppress(self._mpi.Exception):
                 self.control = self._mute(base.Split(0, base.rank))
-                everybody = self.control.allgather(processes.identify(self.member))
+                everybody = self.control.allgather(processes.identify(self.member, launch_rank))
                 self.lane_comms = [self._mute(self.control.Dup()) for _ in range(lanes)]
                 good = True
             if not ulfm or self._agree(base, good):
@@ -239,18 +245,20 @@ class MpiWorld:
     def finalize(self) -> None:
         """Without ULFM, or where mpi4py would do it anyway, MPI must be finalized; else it is not:
         the ranks have agreed to end, and a finalize would wait for those that have died."""
-        if self._finalizes:
+        lost = self.view.size < self.launch_size
+        if self._finalizes and not lost:
             startup.finalize(self._mpi)
+        self.finalize_would_hang = lost and startup.loaded_by_script()
 
     def abort(self, code: int) -> None:
         self._mpi.COMM_WORLD.Abort(code)
 
 
-_LANE_FIELDS = 5
+_LANE_FIELDS = 6
 
 
 def _pack(report: Report) -> np.ndarray:
-    """Fixed length: [member, epoch, lanes, then five numbers a lane]."""
+    """Fixed length: [member, epoch, lanes, then six numbers a lane]."""
     row = np.zeros(3 + _LANE_FIELDS * MAX_LANES, np.int64)
     row[:3] = report.member, report.epoch, len(report.lanes)
     for index, lane in enumerate(report.lanes):
@@ -261,6 +269,7 @@ def _pack(report: Report) -> np.ndarray:
             lane.finished,
             lane.result_bytes,
             lane.status,
+            lane.participants,
         )
     return row
 

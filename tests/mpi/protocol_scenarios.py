@@ -276,3 +276,72 @@ def on_separate_nodes(kills: dict[str, int], farewell: bool = False) -> dict[str
     size = comm.size
     comm.free()
     return {"size": size}
+
+
+def mpi4py_first_and_a_death() -> dict[str, Any]:
+    """The script loaded MPI itself, so mpi4py wants to finalize it, and one member is dead."""
+    import atexit
+
+    from mpi4py import MPI
+
+    comm = mpift.Communicator(MPI.COMM_WORLD)
+    atexit.register(print, "exit handlers run", flush=True)
+    if comm.rank == 1:
+        die()
+    comm.barrier()
+    size = comm.size
+    comm.free()
+    return {"size": size}
+
+
+def two_threads_and_an_interrupt() -> dict[str, Any]:
+    """Two threads of each rank operate, and an interrupt is caught in the middle of one call."""
+    comm = mpift.Communicator()
+    found: list[int] = []
+
+    def work() -> None:
+        found.extend(int(comm.allreduce([1])[0]) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    comm.barrier()
+    interrupted = False
+    if comm.rank == 0:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    else:
+        threading.Event().wait(1.0)
+    try:
+        comm.allreduce([5])
+    except KeyboardInterrupt:
+        interrupted = True
+    after = comm.allreduce([7]).tolist()
+    comm.free()
+    return {"found": sorted(set(found)), "interrupted": interrupted, "after": after}
+
+
+def other_communicator() -> dict[str, Any]:
+    from mpi4py import MPI
+
+    comm = mpift.Communicator(MPI.COMM_WORLD)
+    half = MPI.COMM_WORLD.Split(comm.rank % 2, comm.rank)
+    same = mpift.Communicator(MPI.COMM_WORLD).size
+    try:
+        mpift.Communicator(half)
+        error = "no error"
+    except mpift.ConfigError as caught:
+        error = str(caught)
+    comm.free()
+    return {"same": same, "error": error}
+
+
+def waits_long() -> dict[str, Any]:
+    """Rank 1 does something else for a while."""
+    comm = mpift.Communicator()
+    if comm.rank == 1:
+        threading.Event().wait(2.5)
+    comm.barrier()
+    comm.free()
+    return {}

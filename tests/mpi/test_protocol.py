@@ -254,6 +254,35 @@ def test_a_script_may_load_mpi_first() -> None:
     assert outcome.stderr.count("too late for these settings") == 1
 
 
+def test_a_script_that_loaded_mpi_first_ends_well_after_a_death() -> None:
+    outcome = run_ranks(3, scenarios.mpi4py_first_and_a_death)
+    assert sorted(outcome.results) == [0, 2], str(outcome)
+    assert outcome.exit_code == 0
+    assert outcome.stdout.count("exit handlers run") == 2
+    assert outcome.seconds < 20
+
+
+def test_operations_of_several_threads_and_an_interrupted_one_keep_their_order() -> None:
+    outcome = run_ranks(2, scenarios.two_threads_and_an_interrupt)
+    assert sorted(outcome.results) == [0, 1], str(outcome)
+    for rank, result in outcome.results.items():
+        assert result == {"found": [2], "interrupted": rank == 0, "after": [14]}
+
+
+def test_a_second_communicator_on_other_processes_is_refused() -> None:
+    outcome = run_ranks(2, scenarios.other_communicator)
+    for result in outcome.results.values():
+        assert result["same"] == 2
+        assert "another communicator" in result["error"]
+    assert sorted(outcome.results) == [0, 1], str(outcome)
+
+
+def test_a_long_wait_is_warned_about_once() -> None:
+    outcome = run_ranks(2, scenarios.waits_long, environment={"MPIFT_STALL_WARNING_SECONDS": "1"})
+    assert outcome.stderr.count("rank 0 has waited for others for 1 s in a collective") == 1
+    assert "rank 1 has waited" not in outcome.stderr
+
+
 def test_a_communicator_of_some_of_the_processes_stands_alone() -> None:
     outcome = run_ranks(4, scenarios.sub_communicator)
     found = [result["found"] for result in outcome.results.values()]

@@ -23,6 +23,7 @@ SHARED = [
     scenarios.two_optimizers,
     scenarios.sums_and_factors,
     scenarios.mistakes,
+    scenarios.hooks_and_broadcast_state,
 ]
 
 
@@ -164,11 +165,37 @@ def test_mistakes_are_refused_with_the_thing_named(seen: dict[str, Any]) -> None
         assert "pairs" in refused["pairs"]
         assert "use Average or Sum" in refused["op"]
         assert "Compression.none" in refused["compression"]
-        assert "at least 1, not 0" in refused["passes"]
+        assert "of at least 1, not 0" in refused["passes"]
         assert "zero_grad() was called after backward()" in refused["zero_grad"]
         assert "sparse_as_dense=True" in refused["sparse"]
         assert refused["as_dense"] == str([[0.5] * 3, [0.5] * 3, [0.0] * 3])
         assert "rank 1 has other parameters than rank 0" in refused["differs"], rank
+
+
+def test_step_hooks_run_once_and_what_is_not_there_says_so(seen: dict[str, Any]) -> None:
+    first, second = seen["hooks_and_broadcast_state"]
+    assert first["calls"] == second["calls"] == ["before", "after", "before", "after"]
+    assert "other names, shapes, dtypes or order" in second["order"]
+    assert "use Compression.none" in first["fp16"]
+    assert "hvd.Adasum is not available" in first["adasum"]
+
+
+def test_a_rank_that_has_left_dilutes_nothing_and_fixes_the_parameters() -> None:
+    outcome = run_ranks(3, scenarios.after_one_has_left)
+    assert sorted(outcome.results) == [0, 1, 2], str(outcome)
+    for rank in (0, 2):
+        result = outcome.results[rank]
+        assert result["average"] == 4.0
+        assert result["alike"]
+        assert "ranks [1] have left already" in result["refused"]
+
+
+def test_a_sample_counts_once_when_its_rank_dies_after_the_step() -> None:
+    outcome = run_ranks(3, scenarios.sampled_with_a_metric, 60)
+    assert sorted(outcome.results) == [0, 2], str(outcome)
+    for result in outcome.results.values():
+        assert set(result["counts"]) == {1.0}
+        assert result["length"] > 0
 
 
 @pytest.mark.parametrize(

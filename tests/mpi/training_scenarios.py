@@ -462,3 +462,75 @@ def die_before_training(victim: int, moment: str) -> dict[str, Any]:
     found = {"size": hvd.size(), "alike": identical(model, optimizer) and identical(other, second)}
     hvd.shutdown()
     return found
+
+
+def after_one_has_left() -> dict[str, Any]:
+    """Rank 1 leaves early; the others average, and try to change their parameters."""
+    hvd.init()
+    model = build()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if hvd.rank() == 1:
+        hvd.shutdown()
+        return {}
+    average = hvd.allreduce(torch.tensor(4.0)).item()
+    for step in range(2):
+        optimizer.zero_grad()
+        x, y = share(step, hvd.rank(), hvd.size())
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    alike = len(set(hvd.allgather_object(hvd.digest(model.state_dict())))) == 1
+    model[0].requires_grad_(False)
+    refused = _refused(lambda: model(share(3, 0, 3)[0]).sum().backward())
+    hvd.shutdown()
+    return {"average": average, "alike": alike, "refused": refused}
+
+
+def hooks_and_broadcast_state() -> dict[str, Any]:
+    """Step hooks run once a step, also after the optimizer's state was loaded."""
+    hvd.init()
+    model = build()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 12)).sum().backward()
+        optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    other = {"b": torch.zeros(2, 3), "a": torch.zeros(3, 2)}
+    mine = other if hvd.rank() else dict(reversed(other.items()))
+    return {
+        "calls": calls,
+        "order": _refused(lambda: hvd.broadcast_parameters(mine)),
+        "fp16": _refused_name(lambda: hvd.Compression.fp16),
+        "adasum": _refused_name(lambda: hvd.Adasum),
+    }
+
+
+def _refused_name(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except AttributeError as error:
+        return str(error)
+    return "no error"
+
+
+def sampled_with_a_metric(samples: int) -> dict[str, Any]:
+    """Rank 1 dies after a step, before the metric of that step is averaged."""
+    hvd.init()
+    sampler = hvd.ElasticSampler(range(samples), seed=3)
+    loader = torch.utils.data.DataLoader(torch.arange(samples), batch_size=4, sampler=sampler)
+    counts = nn.Parameter(torch.zeros(samples))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([counts], lr=1.0), op=hvd.Sum)
+    for step, numbers in enumerate(loader):
+        optimizer.zero_grad()
+        (-counts[numbers].sum()).backward()
+        optimizer.step()
+        if step == 2 and hvd.rank() == 1 and hvd.size() == 3:
+            time.sleep(0.3)  # the others have the round's result by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvd.allreduce(torch.ones(1))
+    length = len(loader)
+    hvd.shutdown()
+    return {"counts": counts.tolist(), "length": length}

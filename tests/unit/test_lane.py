@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpift.core import rounds
+from mpift.core.membership import View
 from mpift.reduction.buckets import ParameterSpec, lay_out
 from mpift.reduction.gradients import GradientRounds
 from mpift.transport.lane import Lane
@@ -19,9 +20,14 @@ class SlowComm:
 
     def __init__(self) -> None:
         self.given: list[tuple[np.ndarray, np.ndarray]] = []
+        self.taken: list[np.ndarray] = []
 
     def Iallreduce(self, send: np.ndarray, receive: np.ndarray, _operator: Any) -> object:
         self.given.append((send, receive))
+        return object()
+
+    def Ibcast(self, buffer: np.ndarray, root: int) -> object:
+        self.taken.append(buffer)
         return object()
 
 
@@ -95,5 +101,22 @@ def test_a_result_is_handed_over_even_after_the_layout_changed() -> None:
     complete_all(world, comm, lane)
     workload.relayout(lay_out([ParameterSpec("q", 3, "float32")], 40, 40))
     lane.set_buckets(1)
-    assert lane.report() == LaneReport(1, 0, 0, 2 * 12 * 4, 0)
+    assert lane.report() == LaneReport(1, 0, 0, 2 * 12 * 4, 0, 0)
     assert all((result == 5).all() for result in workload.result_to_give())
+
+
+def test_a_hand_over_that_breaks_off_leaves_no_buffer_behind() -> None:
+    world, comm, lane, workload = lane_of(1)
+    workload.buffers.contributions[0][:] = 1
+    lane.feed(world, rounds.Contributed(0))
+    lane.fault(world)
+    world.view = View(1, (0, 1))
+    giver = Report(1, 0, (LaneReport(1, 0, 0, 12 * 4, 0, 0),))
+    lane.reconcile(world, (Report(0, 0, (lane.report(),)), giver))
+    (taken,) = comm.taken
+    lane.fault(world)  # the giver dies in the middle of it
+    comm.given.clear()
+    world.view = View(1, (0,))
+    in_epoch(world, lane, 2)
+    ((_, receive),) = comm.given
+    assert not np.shares_memory(taken, receive)
