@@ -70,7 +70,6 @@ def main() -> None:
     sampler = hvd.ElasticSampler(train, seed=arguments.seed)
     loader = DataLoader(train, batch_size=arguments.batch_size, sampler=sampler)
 
-    step = 0
     for epoch in range(arguments.epochs):
         sampler.set_epoch(epoch)
         for images, labels in loader:
@@ -78,8 +77,7 @@ def main() -> None:
             loss = functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            step += 1
-            hvd.report(step=step, loss=round(loss.item(), 4))
+            hvd.report(loss=round(loss.item(), 4))
 
     digests = hvd.allgather_object(hvd.digest(model.state_dict()))
     if hvd.rank() == 0:

@@ -134,6 +134,12 @@ def _plain(value: Any) -> str:
     return ", ".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+_LABELS = {
+    "recovery_seconds": "seconds from each injected fault to the next finished step",
+    "rebuild_seconds": "seconds to rebuild the world after each loss",
+}
+
+
 def _print_table(verdict: Verdict, file: Any) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -148,7 +154,7 @@ def _print_table(verdict: Verdict, file: Any) -> None:
     }
     table = Table(show_header=False)
     for name, value in rows.items():
-        table.add_row(name.replace("_", " "), _plain(value) or "-")
+        table.add_row(_LABELS.get(name, name.replace("_", " ")), _plain(value) or "-")
     Console(file=file, highlight=False).print(table)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpift.core import chaos
 from mpift.errors import ConfigError
 from mpift.launch import command, machine
 from mpift.launch.display import Display
@@ -45,7 +47,8 @@ def run(options: command.Options, reporting: Reporting) -> int:
     if reporting.verbose:
         display.notice(Notice(str(line)))
     display.flush()
-    story = Story(options.ranks)
+    faults = chaos.parse(options.settings.get("MPIFT_CHAOS", os.environ.get("MPIFT_CHAOS", "")))
+    story = Story(options.ranks, [str(fault) for fault in faults.faults])
     supervisor = Supervisor(line, story, display, hide_noise=not reporting.verbose)
     ending = supervisor.run()
     verdict = judge(story, ending, reporting.strict)

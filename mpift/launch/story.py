@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,10 +89,11 @@ class Member:
 
 
 class Story:
-    """All that is known of a job of ``ranks`` members."""
+    """All that is known of a job of ``ranks`` members, for which ``scheduled`` faults are due."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, scheduled: Sequence[str] = ()) -> None:
         self.ranks = ranks
+        self.scheduled = tuple(scheduled)
         self.members = {member: Member() for member in range(ranks)}
         self.size = ranks
         self.started = False
@@ -208,6 +209,18 @@ class Story:
         return [
             Recovery(f, self._recovery_seconds(f)) for f in sorted(faults, key=lambda f: f.time)
         ]
+
+    @property
+    def never_struck(self) -> tuple[str, ...]:
+        """Scheduled faults whose place the job never came to."""
+        struck = {member.struck.fault for member in self.members.values() if member.struck}
+        return tuple(fault for fault in self.scheduled if fault not in struck)
+
+    @property
+    def rebuild_seconds(self) -> list[float]:
+        """What each rebuild after a loss took, in their order."""
+        views = sorted(self._views.values(), key=lambda view: view.epoch)
+        return [view.rebuild_seconds for view in views if view.lost]
 
     def _recovery_seconds(self, fault: events.FaultInjected) -> float | None:
         without = [e for e, view in self._views.items() if fault.member not in view.members]

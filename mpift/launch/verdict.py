@@ -52,6 +52,7 @@ def judge(story: Story, ending: Ending, strict: bool = False) -> Verdict:
     """The verdict on a job that is over."""
     failures = () if ending.signal else _failures(story)
     code, lines = _judge(story, ending, strict, failures)
+    lines += [f"warning: scheduled fault {fault} never struck" for fault in story.never_struck]
     return Verdict(int(code), tuple(lines), failures, _summary(story, failures, int(code)))
 
 
@@ -154,6 +155,8 @@ def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[
             for r in recoveries
             if r.seconds is not None and r.fault.fault.startswith("kill")
         ],
+        "ranks_lost": len(failures),
+        "rebuild_seconds": [round(seconds, _DIGITS) for seconds in story.rebuild_seconds],
         "steps": story.steps,
         "steps_lost": story.steps_lost,
         "failed_ranks": [

@@ -424,3 +424,20 @@ def test_the_guard_starts_without_what_it_does_not_need() -> None:
         check=True,
     )
     assert done.stdout.split() == []
+
+
+def test_a_scheduled_fault_that_never_struck_is_said() -> None:
+    story = Story(2, ["kill:1@5", "kill:0@99"])
+    for event in (
+        events.FaultInjected(2.0, 1, "kill:1@5", 5),
+        events.ViewChanged(2.1, 0, 1, (0,), (1,), 0.0251),
+        ended(1, None, 9),
+        left(0),
+        ended(0),
+    ):
+        story.handle(event)
+    found = judge(story, Ending(0))
+    assert found.exit_code == 0
+    assert found.lines == ("warning: scheduled fault kill:0@99 never struck",)
+    assert found.summary["ranks_lost"] == 1
+    assert found.summary["rebuild_seconds"] == [0.0251]
