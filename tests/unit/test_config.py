@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 from mpift.config import Config
@@ -40,3 +43,17 @@ def test_a_wrong_setting_is_refused_with_key_value_and_source(
         Config.load(environment, **arguments)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_every_setting_is_documented_with_its_variable_and_its_default() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/reference/settings.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    documented = {row[0].strip("| `"): (row[1].strip("`"), row[2]) for row in rows}
+    words = {8 << 20: "8 MiB", 1 << 20: "1 MiB", "": "none"}
+    for item in dataclasses.fields(Config):
+        variable, default = documented.pop(item.name)
+        assert variable == f"MPIFT_{item.name.upper()}"
+        value = getattr(Config(), item.name)
+        shown = words.get(value, f"{value:g}" if isinstance(value, int | float) else value)
+        assert default.strip("` ") == shown, item.name
+    assert not documented
