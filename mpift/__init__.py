@@ -48,7 +48,11 @@ __all__ = [
 
 
 def init(comm: Any = None, config: Config | None = None) -> None:
-    """Start mpift in this process; a second call does nothing. See ``Communicator``."""
+    """Start mpift in this process; a second call does nothing.
+
+    ``comm`` is an mpi4py communicator, or None for all processes of the launch. Without ``mpirun``
+    the size is 1.
+    """
     from mpift import runtime
 
     runtime.start(comm, config)
@@ -69,14 +73,14 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's position in the present view."""
+    """This process's position in the present view; changes only inside ``step`` and collectives."""
     from mpift import runtime
 
     return runtime.current().rank
 
 
 def size() -> int:
-    """Live processes in the present view."""
+    """Live processes; changes only inside ``step`` and collectives."""
     from mpift import runtime
 
     return runtime.current().view.size

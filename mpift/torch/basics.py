@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from mpift import init, is_initialized, rank, report, runtime, shutdown, size
 
-from mpift import runtime
-from mpift.config import Config
-
-
-def init(comm: Any = None, config: Config | None = None) -> None:
-    """Start mpift in this process; a second call does nothing.
-
-    ``comm`` is an mpi4py communicator, or None for all processes of the launch. Without ``mpirun``
-    the size is 1.
-    """
-    runtime.start(comm, config)
-
-
-def shutdown() -> None:
-    """Leave the job and wait until all others have left too. A normal exit does it by itself."""
-    runtime.shutdown()
-
-
-def is_initialized() -> bool:
-    """Whether ``init`` was called, and ``shutdown`` wasn't since."""
-    return runtime.is_running()
-
-
-def rank() -> int:
-    """Position of this process in the view; changes only inside ``step`` and collectives."""
-    return runtime.current().rank
-
-
-def size() -> int:
-    """Live processes; changes only inside ``step`` and collectives."""
-    return runtime.current().view.size
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "epoch",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "report",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
 
 
 def epoch() -> int:
@@ -69,11 +62,6 @@ def is_homogeneous() -> bool:
     current = runtime.current()
     nodes = [current.identities[member].node for member in current.view.members]
     return len({nodes.count(node) for node in nodes}) == 1
-
-
-def report(**values: Any) -> None:
-    """Show values in the launcher's status line and summary; only rank 0's count."""
-    runtime.current().report_values(values)
 
 
 def mpi_enabled() -> bool:

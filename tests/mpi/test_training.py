@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpift.testing.ranks import TCP, run_ranks
+from tests.mpi import fault_scenarios as faults
 from tests.mpi import training_scenarios as scenarios
 
 # Scenarios without deaths, all on one start of two ranks.
@@ -181,7 +182,7 @@ def test_step_hooks_run_once_and_what_is_not_there_says_so(seen: dict[str, Any])
 
 
 def test_a_rank_that_has_left_dilutes_nothing_and_fixes_the_parameters() -> None:
-    outcome = run_ranks(3, scenarios.after_one_has_left)
+    outcome = run_ranks(3, faults.after_one_has_left)
     assert sorted(outcome.results) == [0, 1, 2], str(outcome)
     for rank in (0, 2):
         result = outcome.results[rank]
@@ -191,7 +192,7 @@ def test_a_rank_that_has_left_dilutes_nothing_and_fixes_the_parameters() -> None
 
 
 def test_a_sample_counts_once_when_its_rank_dies_after_the_step() -> None:
-    outcome = run_ranks(3, scenarios.sampled_with_a_metric, 60)
+    outcome = run_ranks(3, faults.sampled_with_a_metric, 60)
     assert sorted(outcome.results) == [0, 2], str(outcome)
     for result in outcome.results.values():
         assert set(result["counts"]) == {1.0}
@@ -211,7 +212,7 @@ def test_all_live_ranks_are_bit_identical_after_faults(
     chaos: str, kind: str, way: tuple[str, ...]
 ) -> None:
     outcome = run_ranks(
-        4, scenarios.train_with, kind, 30, environment={"MPIFT_CHAOS": chaos}, mpi_arguments=way
+        4, faults.train_with, kind, 30, environment={"MPIFT_CHAOS": chaos}, mpi_arguments=way
     )
     dead = {int(item[5]) for item in chaos.split(",")}
     assert set(outcome.results) == {0, 1, 2, 3} - dead, str(outcome)
@@ -230,7 +231,7 @@ def test_all_live_ranks_are_bit_identical_after_faults(
     ],
 )
 def test_a_death_before_the_training_begins_is_survived_too(victim: int, moment: str) -> None:
-    outcome = run_ranks(3, scenarios.die_before_training, victim, moment)
+    outcome = run_ranks(3, faults.die_before_training, victim, moment)
     assert sorted(outcome.results) == sorted({0, 1, 2} - {victim}), str(outcome)
     for result in outcome.results.values():
         assert result == {"size": 2, "alike": True}
@@ -246,7 +247,7 @@ def test_bit_identity_over_seeds_steps_and_victims(seed: int) -> None:
     way = TCP if seed % 2 else ()
     kind = "adam" if seed % 3 else "sgd"
     outcome = run_ranks(
-        4, scenarios.train_with, kind, 30, environment={"MPIFT_CHAOS": chaos}, mpi_arguments=way
+        4, faults.train_with, kind, 30, environment={"MPIFT_CHAOS": chaos}, mpi_arguments=way
     )
     assert not outcome.timed_out, f"{chaos}\n{outcome}"
     assert outcome.results, f"{chaos}\n{outcome}"
@@ -257,7 +258,7 @@ def test_bit_identity_over_seeds_steps_and_victims(seed: int) -> None:
 def test_no_sample_is_trained_twice_or_never_when_a_rank_dies(workers: int) -> None:
     samples, batch_size = 301, 4
     outcome = run_ranks(
-        3, scenarios.sampled, samples, batch_size, workers, environment={"MPIFT_CHAOS": "kill:1@3"}
+        3, faults.sampled, samples, batch_size, workers, environment={"MPIFT_CHAOS": "kill:1@3"}
     )
     assert sorted(outcome.results) == [0, 2], str(outcome)
     counted: list[int] = []

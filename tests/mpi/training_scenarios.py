@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import signal
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import mpift
 import mpift.torch as hvd
-from mpift import runtime
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -48,41 +43,6 @@ def parameters_of(model: nn.Module) -> list[float]:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
 
 
-# -- with faults -----------------------------------------------------------------------------------
-
-
-def train_with(kind: str, steps: int) -> dict[str, Any]:
-    """Train under a fault schedule; are all live ranks alike at the end, with optimizer state?"""
-    hvd.init(config=mpift.Config.load(bucket_bytes=2048, first_bucket_bytes=1024))
-    model = build(hvd.rank())
-    adam = kind == "adam"
-    plain = (
-        torch.optim.Adam(model.parameters(), lr=0.01)
-        if adam
-        else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    )
-    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.7)
-    hvd.broadcast_parameters(model.state_dict())
-    sizes = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        x, y = share(step, hvd.rank(), hvd.size())
-        functional.cross_entropy(model(x), y).backward()
-        if adam:
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        sizes.append(hvd.size())
-    alike = identical(model, optimizer)
-    hvd.shutdown()
-    return {"alike": alike, "sizes": sizes}
-
-
-# -- without faults --------------------------------------------------------------------------------
-
-
 def distributed_run(steps: int = 8) -> dict[str, Any]:
     hvd.init()
     model = build(hvd.rank())
@@ -108,7 +68,7 @@ def plain_run(ranks: int, steps: int = 8) -> list[float]:
     return parameters_of(model)
 
 
-def _refused(call: Callable[[], Any]) -> str:
+def refusal_of(call: Callable[[], Any]) -> str:
     try:
         call()
     except (ValueError, RuntimeError) as error:
@@ -177,7 +137,7 @@ def stays_what_it_was() -> dict[str, Any]:
         "warnings": [str(w.message) for w in caught],
         "copied": type(copied) is torch.optim.Adam,
         "pickled": type(pickled) is torch.optim.Adam and len(pickled.state) == len(optimizer.state),
-        "twice": _refused(lambda: hvd.DistributedOptimizer(optimizer)),
+        "twice": refusal_of(lambda: hvd.DistributedOptimizer(optimizer)),
     }
 
 
@@ -205,7 +165,7 @@ def accumulation() -> dict[str, Any]:
             model(x).sum().backward()
 
     optimizer.zero_grad()
-    return {"close": bool(close), "third": _refused(once_more)}
+    return {"close": bool(close), "third": refusal_of(once_more)}
 
 
 def closure_and_scaler() -> dict[str, Any]:
@@ -377,22 +337,22 @@ def mistakes() -> dict[str, Any]:
     names = list(model.named_parameters())
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     refused = {
-        "doubled": _refused(lambda: hvd.DistributedOptimizer(sgd, [*names, names[0]])),
-        "missing": _refused(lambda: hvd.DistributedOptimizer(sgd, names[1:])),
-        "pairs": _refused(lambda: hvd.DistributedOptimizer(sgd, model.parameters())),
-        "op": _refused(lambda: hvd.DistributedOptimizer(sgd, names, op=hvd.Max)),
-        "compression": _refused(lambda: hvd.DistributedOptimizer(sgd, names, compression=int)),
-        "passes": _refused(
+        "doubled": refusal_of(lambda: hvd.DistributedOptimizer(sgd, [*names, names[0]])),
+        "missing": refusal_of(lambda: hvd.DistributedOptimizer(sgd, names[1:])),
+        "pairs": refusal_of(lambda: hvd.DistributedOptimizer(sgd, model.parameters())),
+        "op": refusal_of(lambda: hvd.DistributedOptimizer(sgd, names, op=hvd.Max)),
+        "compression": refusal_of(lambda: hvd.DistributedOptimizer(sgd, names, compression=int)),
+        "passes": refusal_of(
             lambda: hvd.DistributedOptimizer(sgd, names, backward_passes_per_step=0)
         ),
     }
     optimizer = hvd.DistributedOptimizer(sgd, names)
     model(torch.ones(1, 12)).sum().backward()
-    refused["zero_grad"] = _refused(optimizer.zero_grad)
+    refused["zero_grad"] = refusal_of(optimizer.zero_grad)
     optimizer.step()
     embedding = nn.Embedding(5, 3, sparse=True)
     sparse = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1))
-    refused["sparse"] = _refused(lambda: embedding(torch.tensor([1])).sum().backward())
+    refused["sparse"] = refusal_of(lambda: embedding(torch.tensor([1])).sum().backward())
     embedding.weight.grad = torch.zeros(5, 3)
     sparse.step()
     dense = nn.Embedding(5, 3, sparse=True)
@@ -403,86 +363,10 @@ def mistakes() -> dict[str, Any]:
     as_dense.step()
     refused["as_dense"] = str(dense.weight.grad[:3].tolist())
     other = nn.Linear(2 + hvd.rank(), 1)
-    refused["differs"] = _refused(
+    refused["differs"] = refusal_of(
         lambda: hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
     )
     return refused
-
-
-def sampled(samples: int, batch_size: int, workers: int) -> dict[str, Any]:
-    """One epoch over numbered samples under a fault schedule; returns what was trained on."""
-    hvd.init()
-    data = torch.arange(samples)
-    prefetch = workers * 2 * batch_size
-    sampler = hvd.ElasticSampler(range(samples), seed=3, prefetch=prefetch)
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(data),
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=workers,
-    )
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0))
-    trained: list[list[int]] = []
-    for index, (numbers,) in enumerate(loader):
-        optimizer.zero_grad()
-        (weight * numbers.float().sum()).sum().backward()
-        optimizer.step()
-        sampler.record_batch(index, len(numbers))
-        trained.append(numbers.tolist())
-    lengths = hvd.allgather_object(len(trained))
-    hvd.shutdown()
-    return {"trained": trained, "lengths": lengths}
-
-
-def die_before_training(victim: int, moment: str) -> dict[str, Any]:
-    """A death after ``init``, at a moment at which no optimizer has gradients yet."""
-    hvd.init()
-    model, other = build(hvd.rank()), build(hvd.rank())
-    victim_here = runtime.current().member == victim
-
-    def maybe_die(now: str) -> None:
-        if victim_here and moment == now:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    maybe_die("before the optimizer")
-    time.sleep(0.3)  # so that the death is noticed while nothing is in flight
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    maybe_die("before the second optimizer")
-    second = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
-    maybe_die("before the broadcast")
-    hvd.broadcast_parameters(model.state_dict())
-    hvd.broadcast_parameters(other.state_dict())
-    for step in range(3):
-        x, y = share(step, hvd.rank(), hvd.size())
-        for net, opt in ((model, optimizer), (other, second)):
-            opt.zero_grad()
-            functional.cross_entropy(net(x), y).backward()
-            opt.step()
-    found = {"size": hvd.size(), "alike": identical(model, optimizer) and identical(other, second)}
-    hvd.shutdown()
-    return found
-
-
-def after_one_has_left() -> dict[str, Any]:
-    """Rank 1 leaves early; the others average, and try to change their parameters."""
-    hvd.init()
-    model = build()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    if hvd.rank() == 1:
-        hvd.shutdown()
-        return {}
-    average = hvd.allreduce(torch.tensor(4.0)).item()
-    for step in range(2):
-        optimizer.zero_grad()
-        x, y = share(step, hvd.rank(), hvd.size())
-        functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    alike = len(set(hvd.allgather_object(hvd.digest(model.state_dict())))) == 1
-    model[0].requires_grad_(False)
-    refused = _refused(lambda: model(share(3, 0, 3)[0]).sum().backward())
-    hvd.shutdown()
-    return {"average": average, "alike": alike, "refused": refused}
 
 
 def hooks_and_broadcast_state() -> dict[str, Any]:
@@ -502,35 +386,15 @@ def hooks_and_broadcast_state() -> dict[str, Any]:
     mine = other if hvd.rank() else dict(reversed(other.items()))
     return {
         "calls": calls,
-        "order": _refused(lambda: hvd.broadcast_parameters(mine)),
-        "fp16": _refused_name(lambda: hvd.Compression.fp16),
-        "adasum": _refused_name(lambda: hvd.Adasum),
+        "order": refusal_of(lambda: hvd.broadcast_parameters(mine)),
+        "fp16": missing_name(lambda: hvd.Compression.fp16),
+        "adasum": missing_name(lambda: hvd.Adasum),
     }
 
 
-def _refused_name(call: Callable[[], Any]) -> str:
+def missing_name(call: Callable[[], Any]) -> str:
     try:
         call()
     except AttributeError as error:
         return str(error)
     return "no error"
-
-
-def sampled_with_a_metric(samples: int) -> dict[str, Any]:
-    """Rank 1 dies after a step, before the metric of that step is averaged."""
-    hvd.init()
-    sampler = hvd.ElasticSampler(range(samples), seed=3)
-    loader = torch.utils.data.DataLoader(torch.arange(samples), batch_size=4, sampler=sampler)
-    counts = nn.Parameter(torch.zeros(samples))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([counts], lr=1.0), op=hvd.Sum)
-    for step, numbers in enumerate(loader):
-        optimizer.zero_grad()
-        (-counts[numbers].sum()).backward()
-        optimizer.step()
-        if step == 2 and hvd.rank() == 1 and hvd.size() == 3:
-            time.sleep(0.3)  # the others have the round's result by then
-            os.kill(os.getpid(), signal.SIGKILL)
-        hvd.allreduce(torch.ones(1))
-    length = len(loader)
-    hvd.shutdown()
-    return {"counts": counts.tolist(), "length": length}

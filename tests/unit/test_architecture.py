@@ -43,7 +43,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "parameter_server": PARTS,
     "runtime": SERVICES | {"observe"},  # events have to be heard from the first on
     "communicator": SERVICES | {"runtime"},
-    "torch": PARTS | {"reduction", "runtime", "communicator"},
+    "torch": PARTS | {FACE, "reduction", "runtime", "communicator"},
     "launch": FACES,
     "observe": GROUND,  # gets events and values handed to it
     "simulate": FACES,
