@@ -2,7 +2,7 @@
 
 Starts its own ranks on this machine and has them measure in alternation (``contenders``). A block's
 time is that of its slowest rank; the figures are medians over the rounds. ``ratio_to_ddp`` is the
-ratio of the medians, its quartiles are those of the rounds' own ratios.
+ratio of the medians, its spread that of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -51,20 +51,26 @@ class StepReport:
     steps: int
     threads: int
     seconds: Mapping[str, Spread]
-    ratio_to_ddp: Spread
+    round_ratios: Spread
     others_share: float
+
+    @property
+    def ratio_to_ddp(self) -> float:
+        """The median of mpift over that of DDP: below 1 is faster than DDP."""
+        return self.seconds["mpift"].median / self.seconds["ddp_gloo"].median
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: medians by name, their quartiles under ``spread``, and how it was run."""
         figures = {f"{name}_seconds": spread for name, spread in self.seconds.items()}
-        figures["ratio_to_ddp"] = self.ratio_to_ddp
+        spreads = {**figures, "ratio_to_ddp": self.round_ratios}
         return {
             "ranks": self.ranks,
             "model": self.model.name,
             "parameters": self.model.parameters,
             "bytes": self.model.gradient_bytes,
             **{name: spread.median for name, spread in figures.items()},
-            "spread": {name: asdict(spread) for name, spread in figures.items()},
+            "ratio_to_ddp": self.ratio_to_ddp,
+            "spread": {name: asdict(spread) for name, spread in spreads.items()},
             "rounds": self.rounds,
             "steps": self.steps,
             "threads": self.threads,
@@ -122,13 +128,7 @@ def report(
     }
     seconds = {name: spread_of(rounds) for name, rounds in slowest.items()}
     paired = spread_of(ratios(slowest["mpift"], slowest["ddp_gloo"]))
-    ratio = Spread(
-        seconds["mpift"].median / seconds["ddp_gloo"].median,
-        paired.lower,
-        paired.upper,
-        paired.runs,
-    )
-    return StepReport(ranks, model, paired.runs, steps, threads, seconds, ratio, others_share)
+    return StepReport(ranks, model, paired.runs, steps, threads, seconds, paired, others_share)
 
 
 def threads_a_rank(ranks: int, cores: int | None = None) -> int:

@@ -69,8 +69,8 @@ def table(report: StepReport) -> Table:
         title=f"one step of {model.name}: {model.parameters / 1e6:.1f} million parameters,"
         f" {report.ranks} ranks of {report.threads} thread(s)",
         caption=f"medians of {report.rounds} rounds in alternation, {report.steps} steps each;"
-        f" mpift / DDP: {report.ratio_to_ddp.median:.2f}"
-        f" ({report.ratio_to_ddp.lower:.2f} to {report.ratio_to_ddp.upper:.2f});"
+        f" mpift / DDP: {report.ratio_to_ddp:.2f},"
+        f" round by round {report.round_ratios.lower:.2f} to {report.round_ratios.upper:.2f};"
         f" others used {100 * report.others_share:.0f} % of this machine meanwhile",
     )
     result.add_column("contender")
