@@ -17,7 +17,6 @@ from mpift.errors import (
     MismatchError,
     MpiftError,
     NotInitializedError,
-    QuorumLostError,
     RootLostError,
     TransportError,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "MismatchError",
     "MpiftError",
     "NotInitializedError",
-    "QuorumLostError",
     "RootLostError",
     "TransportError",
     "__version__",

@@ -52,9 +52,5 @@ class GradientError(MpiftError, RuntimeError):
     """Gradients were produced or consumed in an order that cannot be reduced."""
 
 
-class QuorumLostError(MpiftError, RuntimeError):
-    """Too few members are left to go on safely."""
-
-
 class TransportError(MpiftError, RuntimeError):
     """MPI cannot be used, or keeps failing although nobody died."""

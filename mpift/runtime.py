@@ -33,6 +33,7 @@ from mpift.transport.world import MAX_LANES, MpiWorld, Rebuilt
 _OPERATIONS = 0  # lane 0; gradients have lanes 1 and up
 _FIRST_LANES = 2
 _STEP_EVENT_SECONDS = _REPORT_SECONDS = 0.1
+_WORDS_CHARS = 200  # of a lost rank's last words, in the report of the new view
 
 _current: Runtime | None = None
 _lock = threading.Lock()
@@ -204,7 +205,9 @@ class Runtime:
         if view.coordinator == self.member:
             members = tuple(self.identities[m].launch_rank for m in view.members)
             lost = tuple(self.identities[m].launch_rank for m in rebuilt.lost)
-            self._emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds)
+            words = [farewells[m][:_WORDS_CHARS] for m in rebuilt.lost if m in farewells]
+            reasons = tuple(dict.fromkeys(words))
+            self._emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds, reasons)
 
     def _last_words(self, code: int, reason: str, trace: str) -> bool:
         self._emit(events.RankFailed, self.host, code, reason, trace)

@@ -52,12 +52,14 @@ class ViewChanged(Event):
     """The coordinator of a new view reports it.
 
     ``lost`` are member ids; ``rebuild_seconds`` runs from the first error seen to the agreement.
+    ``reasons`` are the last words of the lost, as far as they had any.
     """
 
     epoch: int
     members: tuple[int, ...]
     lost: tuple[int, ...]
     rebuild_seconds: float
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,10 +83,6 @@ class Member:
             return False
         return self.ended.exit_code == 0 if self.ended else self.left is not None
 
-    @property
-    def ended_badly(self) -> bool:
-        return not self.ended_well and bool(self.ended or self.failed or self.stopped)
-
 
 class Story:
     """All that is known of a job of ``ranks`` members, for which ``scheduled`` faults are due."""

@@ -45,8 +45,10 @@ def in_words(event: events.Event) -> str | None:
             return f"fault schedule: {fault} strikes member {member}"
         case events.ViewChanged(lost=()):
             return None
-        case events.ViewChanged(members=members, lost=lost, rebuild_seconds=seconds):
-            gone = ", ".join(map(str, lost))
+        case events.ViewChanged(
+            members=members, lost=lost, rebuild_seconds=seconds, reasons=reasons
+        ):
+            gone = ", ".join(map(str, lost)) + (f" ({'; '.join(reasons)})" if reasons else "")
             ranks = "rank goes" if len(members) == 1 else "ranks go"
             return f"lost member {gone}; {len(members)} {ranks} on (rebuilt in {seconds:.3f} s)"
         case events.RankFailed(member=member, host=host, reason=reason, exit_code=code):

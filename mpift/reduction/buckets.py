@@ -60,14 +60,6 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
 
-    def place_of(self, parameter: int) -> tuple[int, Slot]:
-        """(bucket number, slot) of a parameter."""
-        for number, bucket in enumerate(self.buckets):
-            for slot in bucket.slots:
-                if slot.parameter == parameter:
-                    return number, slot
-        raise KeyError(parameter)
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:

@@ -1,5 +1,6 @@
 """The Horovod-compatible face for PyTorch: ``import mpift.torch as hvd``."""
 
+from mpift import init, is_initialized, rank, report, shutdown, size
 from mpift.errors import MpiftError
 from mpift.torch.basics import (
     ccl_built,
@@ -10,20 +11,14 @@ from mpift.torch.basics import (
     epoch,
     gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
-    is_initialized,
     local_rank,
     local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    rank,
-    report,
     rocm_built,
-    shutdown,
-    size,
 )
 from mpift.torch.compression import Compression
 from mpift.torch.functions import (

@@ -2,32 +2,7 @@
 
 from __future__ import annotations
 
-from mpift import init, is_initialized, rank, report, runtime, shutdown, size
-
-__all__ = [
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "epoch",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "report",
-    "rocm_built",
-    "shutdown",
-    "size",
-]
+from mpift import runtime
 
 
 def epoch() -> int:

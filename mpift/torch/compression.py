@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 
 class NoneCompressor:
-    """Sends values as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The tensor itself, and no context."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, _context: None) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
+    """Gradients travel as they are."""
 
 
 class _Compression:

@@ -58,11 +58,6 @@ class Reducer:
         self._prepare()
 
     @property
-    def round(self) -> int:
-        """Number of the round that is open: the optimizer's step, counted from 0."""
-        return self._round
-
-    @property
     def pending(self) -> bool:
         """Whether backward has placed gradients that no ``synchronize`` has fetched yet."""
         return bool(self._placed)

@@ -8,7 +8,6 @@ sender may write into them long after a revocation.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ import numpy as np
 from mpift.core import rounds
 from mpift.core.rounds import Rounds
 from mpift.transport.world import LaneReport, Report, World
-
-log = logging.getLogger("mpift.lane")
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ _FRUITLESS_REBUILDS = 5
 class Hooks:
     """What the service tells the runtime. All are called on the service thread."""
 
-    # (view, lost members, what they said, seconds): a new view is in force
+    # (what was agreed, last words by member): a new view is in force
     view_changed: Callable[[Rebuilt, dict[int, str]], None]
     # (exit code, reason, whether others have to notice the end): give up; must not return
     give_up: Callable[[int, str, bool], NoReturn]
@@ -114,8 +114,9 @@ class Service:
 
         def join() -> None:
             self._joined = True
-            for lane in self.lanes:
-                lane.feed(self.world, rounds.Joined())
+            for lane in range(len(self.lanes)):
+                # A call each: a fault in one lane's start must not keep the others from joining.
+                self.feed(lane, rounds.Joined())
 
         self.call(join)
 

@@ -345,3 +345,16 @@ def waits_long() -> dict[str, Any]:
     comm.barrier()
     comm.free()
     return {}
+
+
+def death_in_shutdown(victim: int, delay: float) -> dict[str, Any]:
+    """A member dies while all are leaving."""
+    trainer = Trainer(1000)
+    for _ in range(3):
+        trainer.step()
+    if trainer.runtime.member == victim:
+        threading.Timer(delay, die).start()
+    mpift.shutdown()
+    if trainer.runtime.member == victim:
+        die()
+    return {}

@@ -120,6 +120,26 @@ def test_two_hundred_runs_with_random_deaths_all_end_in_time() -> None:
     run_random_deaths(range(100, 300))
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.0005, 0.001, 0.002])
+def test_a_death_while_all_are_leaving_keeps_nobody(delay: float) -> None:
+    outcome = run_ranks(3, scenarios.death_in_shutdown, 1, delay, timeout_seconds=30)
+    assert not outcome.timed_out, str(outcome)
+    assert sorted(outcome.results) == [0, 2], str(outcome)
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    left: list[psutil.Process] = []
+
+    def kill_the_launcher(processes: list[psutil.Process]) -> None:
+        wait_for(started)
+        processes[0].parent().kill()
+        left.extend(psutil.wait_procs(processes, timeout=10)[1])
+
+    run_ranks(2, scenarios.train, 100_000, 1000, str(started), during=kill_the_launcher)
+    assert not left
+
+
 def test_a_majority_goes_on_when_no_kernel_can_confirm_a_death_and_a_half_does_not() -> None:
     outcome = run_ranks(3, scenarios.on_separate_nodes, {"2": 10})
     assert sorted(outcome.results) == [0, 1], str(outcome)

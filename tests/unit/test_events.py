@@ -62,6 +62,8 @@ def test_no_line_raises(text: str) -> None:
 def test_what_a_person_should_know_is_put_in_words() -> None:
     words = lines.in_words(events.ViewChanged(0.0, 0, 1, (0, 1, 3), (2,), 0.0251))
     assert words == "lost member 2; 3 ranks go on (rebuilt in 0.025 s)"
+    told = events.ViewChanged(0.0, 0, 1, (0,), (1, 2), 0.03, ("ValueError: no",))
+    assert "lost member 1, 2 (ValueError: no); 1 rank goes on" in str(lines.in_words(told))
     assert lines.in_words(events.StepFinished(0.0, 0, 3, 0, 4)) is None
     stopped = lines.in_words(events.JobStopped(0.0, 0, 3, "no majority"))
     assert stopped is not None

@@ -1,0 +1,34 @@
+"""The way of gradients in a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import mpift.torch as hvd
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_a_gradient_shares_no_memory_with_a_contribution_or_a_result() -> None:
+    weight = torch.nn.Parameter(torch.ones(5))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    for _ in range(2):
+        (weight * 3).sum().backward()
+        optimizer.synchronize()
+        buffers = optimizer._mpift_reducer._workload.buffers
+        kept = [*buffers.contributions, *(buffers.result(round_, 0) for round_ in (0, 1))]
+        assert weight.grad is not None
+        assert not any(np.shares_memory(weight.grad.numpy(), buffer) for buffer in kept)
+        results = [buffer.copy() for buffer in kept]
+        weight.grad.zero_()
+        assert all(np.array_equal(a, b) for a, b in zip(results, kept, strict=True))
+        optimizer.step()
