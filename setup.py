@@ -18,6 +18,7 @@ def read_version() -> str:
 
 
 TORCH = ["torch>=2.4"]
+PLOT = ["matplotlib>=3.8"]
 EXAMPLES = [*TORCH, "scikit-learn>=1.4"]
 
 setup(
@@ -49,6 +50,7 @@ setup(
         "psutil>=5.9",
         "python-hostlist>=1.23",
         "rich>=13",
+        "tomli>=2; python_version < '3.11'",  # tomllib came with 3.11
         "typer>=0.12",
         "xxhash>=3.4",
     ],
@@ -60,8 +62,13 @@ setup(
         # torch_npu demands the torch of its own minor version, so it picks torch's.
         "npu": [*TORCH, "torch_npu>=2.4"],
         "examples": EXAMPLES,
+        # `mpift simulate --plot`.
+        "plot": PLOT,
+        # Health of CUDA devices.
+        "cuda": [*TORCH, "nvidia-ml-py>=12"],
         "test": [
             *EXAMPLES,
+            *PLOT,
             "hypothesis>=6.100",
             "mypy>=1.11",
             "pytest>=8",

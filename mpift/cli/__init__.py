@@ -17,7 +17,7 @@ import typer
 from mpift._version import __version__
 from mpift.errors import ExitCode, MpiftError
 
-COMMANDS = ("run", "bench")
+COMMANDS = ("run", "doctor", "simulate", "bench")
 
 # Options end at the first word that is none: what follows belongs to the command that is run.
 _CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}

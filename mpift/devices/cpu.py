@@ -6,7 +6,7 @@ import torch
 
 
 class CpuDevice:
-    """See ``mpift.devices.Device``."""
+    """See ``mpift.devices.tensors.Device``."""
 
     def copy_in(self, gradient: torch.Tensor, host: torch.Tensor, factor: float) -> None:
         host = host.view(gradient.shape)

@@ -2,7 +2,8 @@
 
 A *model* gives an initial state, the actions possible in a state, and checks. States must be
 hashable values. The walk is breadth first, so the first violation found has a shortest trace.
-Deadlocks are violations too: a state without actions must be one that the model calls final.
+Deadlocks are violations too: a state without actions must be one that the model calls final. With
+``must_end`` so is a trap: a state from which no final one can be reached any more.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Report(Generic[State]):
         return f"{seen}: {self.violation}\n{steps}\n  in {self.state}"
 
 
-def explore(model: Model[State], max_states: int = 2_000_000) -> Report[State]:
+def explore(
+    model: Model[State], max_states: int = 2_000_000, must_end: bool = False
+) -> Report[State]:
     """Visit every reachable state of ``model`` once.
 
     Stops at the first violation. Raises ``OverflowError`` when more than ``max_states`` states
@@ -59,6 +62,8 @@ def explore(model: Model[State], max_states: int = 2_000_000) -> Report[State]:
     parents: dict[State, tuple[State, str] | None] = {start: None}
     queue = deque([start])
     transitions = 0
+    before: dict[State, list[State]] = {}  # filled only for must_end
+    ends: list[State] = []
     while queue:
         state = queue.popleft()
         problem = model.violation(state)
@@ -67,14 +72,36 @@ def explore(model: Model[State], max_states: int = 2_000_000) -> Report[State]:
             problem = "deadlock: nothing can happen, and this is not an end"
         if problem:
             return Report(len(parents), transitions, problem, _trace(parents, state), state)
+        if must_end and model.final(state):
+            ends.append(state)
         for label, successor in after:
             transitions += 1
+            if must_end:
+                before.setdefault(successor, []).append(state)
             if successor not in parents:
                 parents[successor] = (state, label)
                 queue.append(successor)
         if len(parents) > max_states:
             raise OverflowError(f"more than {max_states} states are reachable")
+    trap = _first_trap(parents, before, ends) if must_end else None
+    if trap is not None:
+        problem = "trap: no end can be reached any more"
+        return Report(len(parents), transitions, problem, _trace(parents, trap), trap)
     return Report(len(parents), transitions)
+
+
+def _first_trap(
+    visited: Iterable[State], before: dict[State, list[State]], ends: list[State]
+) -> State | None:
+    """The first visited state from which none of ``ends`` can be reached."""
+    good = set(ends)
+    queue = deque(ends)
+    while queue:
+        for state in before.get(queue.popleft(), ()):
+            if state not in good:
+                good.add(state)
+                queue.append(state)
+    return next((state for state in visited if state not in good), None)
 
 
 def _trace(parents: dict[State, tuple[State, str] | None], state: State) -> tuple[str, ...]:

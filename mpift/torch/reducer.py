@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from mpift import runtime
-from mpift.devices import device_of
+from mpift.devices.tensors import device_of
 from mpift.errors import GradientError, MismatchError
 from mpift.reduction.buckets import Bucket, Layout, ParameterSpec, lay_out
 from mpift.reduction.gradients import GradientRounds
@@ -222,7 +222,8 @@ class Reducer:
         for index in range(len(self._parameters)):
             if index not in self._placed:
                 self._place(index)
-        epoch = self._workload.wait(self._round)
+        with self._runtime.waiting():
+            epoch = self._workload.wait(self._round)
         with torch.no_grad():
             for number, bucket in enumerate(self._layout.buckets):
                 self._copy_out(bucket, self._workload.result(self._round, number))

@@ -23,7 +23,7 @@ FACE = "__init__"  # what ``import mpift`` gives
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
-GROUND = frozenset({"_version", "errors", "config", "core"})
+GROUND = frozenset({"_version", "errors", "settings", "config", "core"})
 PARTS = GROUND | {"memory", "transport", "devices"}
 SERVICES = PARTS | {"reduction", "checkpoint", "recovery", "parameter_server"}
 FACES = SERVICES | {"runtime", "communicator", "torch"}
@@ -33,18 +33,21 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "_version": frozenset(),
     "errors": frozenset(),
     "core": frozenset({"_version", "errors"}),
-    "config": frozenset({"_version", "errors", "core"}),  # for the grammar of fault schedules
+    "settings": frozenset({"errors"}),
+    # core for the grammar of fault schedules
+    "config": frozenset({"_version", "errors", "core", "settings"}),
     "memory": GROUND,
-    "transport": GROUND,
+    "transport": GROUND | {"memory"},  # the file through which a node's ranks are watched
     "devices": GROUND,
     "reduction": PARTS,
     "checkpoint": PARTS,
     "recovery": PARTS,
     "parameter_server": PARTS,
-    "runtime": SERVICES | {"observe"},  # events have to be heard from the first on
+    "introduction": SERVICES,
+    "runtime": SERVICES | {"introduction", "observe"},  # events have to be heard from the first on
     "communicator": SERVICES | {"runtime"},
     "torch": PARTS | {FACE, "reduction", "runtime", "communicator"},
-    "launch": FACES,
+    "launch": FACES | {"observe"},  # events have the same words everywhere
     "observe": GROUND,  # gets events and values handed to it
     "simulate": FACES,
     "testing": TOOLS,

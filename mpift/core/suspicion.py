@@ -1,0 +1,312 @@
+"""From missed heartbeats to an eviction: who suspects whom, who decides, and what is asked first.
+
+One ``Suspicion`` is what one rank knows. The rules:
+
+* A rank tells its suspects to the *coordinator*. Where that is a suspect itself, the next in line
+  stands in for it: the first of each other node in view order, then the rest.
+* The one that coordinates acts on a member once it suspects it too and one more observer of this
+  epoch does. In a view of two there is no further observer: there the kernel of the suspect's node
+  has to say that it stands still.
+* First the suspect's node is asked. Its watchdog has the last word on processes that it can see:
+  one that it vouches for is asked about again at each tick, and killed only once its silence has
+  passed the limit for good. Where no watchdog vouches, the suspect is killed by whoever can.
+* A member is left out only after the operating system has said that it is gone (``Rebuild``).
+* Where nobody on the suspect's node answers, nobody can tell death from a cut: the majority rule
+  of ``membership`` decides which part may be started again, and all parts end.
+* Whatever is stamped with another epoch is dropped.
+
+The machine is a frozen value: ``handle`` returns the next state and the instructions to carry out.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from mpift.core.membership import Outcome, View, judge
+from mpift.errors import ExitCode
+
+# Stand-ins that are tried one after the other, each for a timeout, before a rank gives up.
+STAND_INS_MAX = 3
+
+# -- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """This rank's own detector finds ``member`` overdue; ``for_good`` once it has been silent for
+    so long that no excuse of its node counts any more."""
+
+    epoch: int
+    member: int
+    for_good: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A heartbeat of a suspect has come after all."""
+
+    epoch: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """All that ``observer`` suspects at present."""
+
+    epoch: int
+    observer: int
+    suspects: frozenset[int]
+
+
+class Finding(enum.Enum):
+    """What was found out about a suspect on its node."""
+
+    GONE = "gone"  # the operating system says so
+    ALIVE = "alive"  # its watchdog vouches for it, or its loop is seen to turn
+    STANDS_STILL = "stands still"  # no watchdog, and the kernel sees that it does not move
+    UNWATCHED = "unwatched"  # no watchdog, and nobody looked
+    UNREACHABLE = "unreachable"  # nobody on its node answers
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The answer to ``Examine``."""
+
+    epoch: int
+    member: int
+    finding: Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """A member shall go for another reason (stalled, unhealthy) that the user has configured."""
+
+    epoch: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A heartbeat interval has passed: what is still true is said and asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A new view is in force: everything starts afresh. ``nodes`` as in ``Suspicion``."""
+
+    view: View
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The one that coordinates has ended this part of the job."""
+
+    code: int
+    reason: str
+
+
+Event = Missed | Heard | Told | Examined | Condemned | Tick | Installed | Ended
+
+# -- instructions ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this rank's suspects to member ``to``."""
+
+    to: int
+    suspects: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Ask the node of ``member`` about it; ``kill``: and let it be killed, whatever it says."""
+
+    epoch: int
+    member: int
+    kill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """Members of this view are gone for certain: make the next view."""
+
+    gone: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Tell all others, then end this process with ``code``."""
+
+    code: int
+    reason: str
+
+
+Instruction = Tell | Examine | Rebuild | Stop
+
+# -- the machine -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """One rank's knowledge in one view. ``nodes[i]`` is a number for the node of the i-th member.
+
+    Invariants: ``examining`` and ``gone`` hold members of the view other than this one; a member
+    that is gone is examined no more; after ``stopped`` nothing happens.
+    """
+
+    member: int
+    view: View
+    nodes: tuple[int, ...]
+    suspects: frozenset[int] = frozenset()
+    for_good: frozenset[int] = frozenset()  # suspects whom no word of their node excuses
+    condemned: frozenset[int] = frozenset()
+    told: tuple[tuple[int, frozenset[int]], ...] = ()  # (observer, its suspects), by observer
+    still: frozenset[int] = frozenset()  # seen by their kernel to stand still
+    examining: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
+    stopped: bool = False
+
+    def handle(self, event: Event) -> tuple[Suspicion, tuple[Instruction, ...]]:
+        """The state after ``event``, and what to do, in order."""
+        if isinstance(event, Installed):
+            return Suspicion(self.member, event.view, event.nodes), ()
+        if self.stopped or self._is_stale(event):
+            return self, ()
+        match event:
+            case Missed(_, member, for_good):
+                good = self.for_good | ({member} if for_good else set())
+                state = replace(self, suspects=self.suspects | {member}, for_good=good)
+                return state._changed(self)
+            case Heard(_, member):
+                rest, good = self.suspects - {member}, self.for_good - {member}
+                state = replace(self, suspects=rest, for_good=good, still=self.still - {member})
+                return state._changed(self)
+            case Told(_, observer, suspects):
+                others = {o: s for o, s in self.told if o != observer} | {observer: suspects}
+                return replace(self, told=tuple(sorted(others.items())))._act()
+            case Condemned(_, member):
+                return replace(self, condemned=self.condemned | {member})._act()
+            case Examined(_, member, finding):
+                return self._learn(member, finding)
+            case Tick():
+                return self._changed(None)
+            case Ended(code, reason):
+                return replace(self, stopped=True), (Stop(code, reason),)
+        raise TypeError(f"not an event of suspicion: {event!r}")
+
+    def _is_stale(self, event: Event) -> bool:
+        """Whether ``event`` belongs to another view, or to nobody who is in this one."""
+        if isinstance(event, (Tick, Ended, Installed)):
+            return False
+        if event.epoch != self.view.epoch:
+            return True
+        named = event.observer if isinstance(event, Told) else event.member
+        return named == self.member or named not in self.view.members
+
+    # -- who decides -------------------------------------------------------------------------------
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """Who coordinates, in order of preference."""
+        heads: dict[int, int] = {}
+        for member, node in zip(self.view.members, self.nodes, strict=True):
+            heads.setdefault(node, member)
+        first = set(heads.values())
+        return (*heads.values(), *(m for m in self.view.members if m not in first))
+
+    @property
+    def coordinator(self) -> int:
+        """The member that this rank takes for the one that decides."""
+        if self.view.coordinator not in self.suspects:  # as a rule, and cheap in a large view
+            return self.view.coordinator
+        return next(m for m in self.line if m not in self.suspects)
+
+    @property
+    def _counted(self) -> frozenset[int]:
+        """Suspects of this rank whom somebody else finds silent too."""
+        seconds = frozenset().union(*(s for o, s in self.told if o not in self.suspects))
+        return self.suspects & (seconds | self.still)
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    def _changed(self, before: Suspicion | None) -> tuple[Suspicion, tuple[Instruction, ...]]:
+        """After a change of this rank's own suspects since ``before``, or at a tick (None)."""
+        coordinator = self.coordinator
+        silent = []
+        if coordinator != self.view.coordinator:
+            silent = list(itertools.takewhile(lambda m: m != coordinator, self.line))
+        if len(silent) > STAND_INS_MAX:
+            return self._stop(f"members {_words(silent)} have been silent one after the other")
+        tells: tuple[Instruction, ...] = ()
+        told_before = before is not None and before.suspects == self.suspects
+        had_any = before is not None and bool(before.suspects)
+        if coordinator != self.member and not told_before and (self.suspects or had_any):
+            tells = (Tell(coordinator, self.suspects),)
+        state, instructions = self._act()
+        return state, (*tells, *instructions)
+
+    def _act(self) -> tuple[Suspicion, tuple[Instruction, ...]]:
+        """Examine whoever has to be, if this rank decides."""
+        if self.coordinator != self.member:
+            return self, ()
+        open_ = self.suspects | self.condemned
+        due = open_ - self.examining - self.gone
+        examine: list[Instruction] = []
+        for member in sorted(due):
+            kill = member in self.condemned or (
+                member in self._counted and member in self.for_good | self.still
+            )
+            if kill or member in self._counted or self.view.size == 2:
+                examine.append(Examine(self.view.epoch, member, kill))
+        asked = frozenset(e.member for e in examine if isinstance(e, Examine))
+        return replace(self, examining=self.examining | asked), tuple(examine)
+
+    def _learn(self, member: int, finding: Finding) -> tuple[Suspicion, tuple[Instruction, ...]]:
+        state = replace(self, examining=self.examining - {member})
+        match finding:
+            case Finding.GONE:
+                state = replace(state, gone=state.gone | {member})
+                return state, (Rebuild(state.gone),)
+            case Finding.ALIVE:
+                return replace(state, still=state.still - {member}), ()
+            case Finding.STANDS_STILL:
+                return replace(state, still=state.still | {member})._act()
+            case Finding.UNWATCHED:
+                if member in state._counted:
+                    return replace(state, for_good=state.for_good | {member})._act()
+                return state, ()
+            case Finding.UNREACHABLE:
+                if member in state.suspects | state.condemned:
+                    return state._cut_off(member)
+                return state, ()
+
+    def _cut_off(self, member: int) -> tuple[Suspicion, tuple[Instruction, ...]]:
+        """Nobody on the suspect's node answers: this part of the job ends, one way or the other."""
+        members = self.view.members
+        node = self.nodes[members.index(member)]
+        there = {m for m, n in zip(members, self.nodes, strict=True) if n == node}
+        reachable = set(members) - self.suspects - self.condemned - there
+        verdict = judge(self.view, reachable, self.gone, 1)
+        where = f"member {member} is silent, and nobody on its node answers"
+        if verdict.outcome is not Outcome.GO_ON:
+            return self._stop(f"{where}: {verdict.reason}")
+        many = f"{len(reachable)} of {self.view.size} members"
+        return self._stop(
+            f"{where}; the {many} on this side may go on, but MPI cannot leave out processes that"
+            " may be alive: start the job again without that node",
+            ExitCode.RESTARTS_EXHAUSTED,
+        )
+
+    def _stop(
+        self, reason: str, code: int = ExitCode.QUORUM_LOST
+    ) -> tuple[Suspicion, tuple[Instruction, ...]]:
+        return replace(self, stopped=True), (Stop(int(code), reason),)
+
+
+def _words(members: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(members)))
