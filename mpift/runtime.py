@@ -7,32 +7,40 @@ One runtime a process, since one thread owns MPI. ``start`` and ``shutdown`` are
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mpift.config import Config
+from mpift import introduction
+from mpift.config import Config, unknown_variables
 from mpift.core import chaos, events, rounds
 from mpift.core.membership import View
+from mpift.devices.accelerators import accelerator_probe
+from mpift.devices.probes import HostProbe
 from mpift.errors import ConfigError, MismatchError, MpiftError, NotInitializedError
 from mpift.observe import lines
+from mpift.observe.reporter import Reporter
 from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Kind, Operation, Operations
 from mpift.transport import exits, startup
+from mpift.transport.detection import Detection
+from mpift.transport.detection import Hooks as DetectionHooks
+from mpift.transport.injection import Injector
 from mpift.transport.monitor import Monitor
+from mpift.transport.node import Node
 from mpift.transport.service import Hooks, Service
 from mpift.transport.solo import SoloWorld
 from mpift.transport.world import MAX_LANES, MpiWorld, Rebuilt
 
 _OPERATIONS = 0  # lane 0; gradients have lanes 1 and up
 _FIRST_LANES = 2
-_STEP_EVENT_SECONDS = _REPORT_SECONDS = 0.1
 _WORDS_CHARS = 200  # of a lost rank's last words, in the report of the new view
 
 _current: Runtime | None = None
@@ -43,19 +51,24 @@ class Runtime:
     """Everything that a process needs to take part in a job."""
 
     def __init__(self, comm: Any, config: Config) -> None:
-        self.config = config
+        self.config = self.given = config
         self.comm = comm
         self._launch_rank = startup.launch_rank()  # what events and fault schedules go by
-        self.schedule = chaos.parse(config.chaos, startup.launch_size())
         self.host = socket.gethostname()
-        self._subscribers: list[Callable[[events.Event], None]] = [lines.subscriber()]
+        self._reporter = Reporter(self._launch_rank)
+        self._emit = self._reporter.emit
+        schedule = chaos.parse(config.chaos, startup.launch_size())
+        self._injector = Injector(schedule, self._launch_rank, self._report_fault, self._peers)
+        self.strike = self._injector.strike
         self._service = Service(
             lambda: _make_world(comm, config),
             config,
             Hooks(self._view_changed, self._give_up, self.strike),
         )
+        self._node: Node | None = None
+        self._probe: HostProbe | None = None
         self._exits = exits.Exits(self._last_words)
-        self._monitor = Monitor(self._service, config, self._give_up, self._abort_job, lines.warn)
+        self._monitor = Monitor(self._service, config, self._give_up, self._abort_job)
         if startup.under_launcher():  # otherwise there is nobody to notice
             self._exits.install()
             self._monitor.start()
@@ -68,17 +81,45 @@ class Runtime:
         self.view: View = world.view
         # Gradient rounds that the script asked for, and those whose result it got.
         self.steps_called = self.steps_applied = 0
-        self._values: dict[str, Any] = {}
-        self._last_report = 0.0
-        self._last_step_event = (0.0, self.view.epoch)
         self.round_view: View = world.view  # the view that reduced the last gradient round
         self._operating = threading.Lock()
         self._unfinished: Operation | None = None
+        self._waits = False
         self._operations = Operations(self.member)
         self.on_service(lambda: self._service.add_lane(self._operations))
         atexit.register(_at_exit)
+        self._detect()
         self._emit(events.RankStarted, self.host, os.getpid(), self.view.size)
-        self._warn(world.warnings)
+        self._warn([*world.warnings, *unknown_variables()])
+
+    def _detect(self) -> None:
+        """Agree on the settings, then begin to watch over the others and to be watched over."""
+        self.config = self.given.for_nodes(len(self.nodes))
+        if self.view.size == 1:
+            return
+        exchange = introduction.exchange_through(self.operate)
+        token = introduction.agree_on_settings(self.config, exchange)
+        here = self.identities[self.member]
+        alone = len(self.nodes) == 1
+        self._node = Node(self.config, token, here, self.neighbours, alone, lines.warn)
+        fencing = self._service.fencing
+        fencing.token, fencing.liveness = token, self._node.liveness
+        fencing.addresses = introduction.watchdog_addresses(here.node, self._node.address, exchange)
+        probe = self._probe = HostProbe(
+            Path(self.config.checkpoint_directory),
+            self.config.link_bytes_per_second or None,
+            accelerator_probe(self.neighbours.index(self.member)),
+        )
+        hooks = DetectionHooks(
+            emit=self._emit,
+            end=lambda code, reason: self._give_up(code, reason, seen=False),
+            waits=lambda: self._waits,
+            sample=probe.sample,
+            impairment=self._injector.impairment,
+        )
+        detection = Detection(self._service, self.config, self._node, hooks)
+        self.on_service(detection.start)
+        self._monitor.care = self._node.care
 
     # -- who and where -----------------------------------------------------------------------------
 
@@ -115,13 +156,23 @@ class Runtime:
                 self._unfinished.done.wait()
             self._unfinished = operation
             self._service.call(begin)
-            operation.done.wait()
+            with self.waiting():
+                operation.done.wait()
             self._unfinished = None
         self.see(operation.reduced_in)
         if operation.error is not None:
             raise operation.error
         assert operation.result is not None
         return operation.result
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait of the script for other ranks: whoever doesn't wait then is stalled."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
 
     def see(self, epoch: int) -> None:
         """Let the script see the view of ``epoch``, unless it has seen a newer one."""
@@ -169,45 +220,38 @@ class Runtime:
         self.on_service(apply)
 
     def step_finished(self, step: int) -> None:
-        """Report a finished step now and then, and always the first in a new view."""
+        """A step of this rank's optimizer is over."""
         self._exits.forget()
-        now, epoch = time.monotonic(), self.view.epoch
-        due = now - self._last_step_event[0] > _STEP_EVENT_SECONDS
-        if self.rank == 0 and (due or epoch != self._last_step_event[1]):
-            self._last_step_event = (now, epoch)
-            self._emit(events.StepFinished, step, epoch, self.view.size)
+        if self.rank == 0:
+            self._reporter.step_finished(step, self.view.epoch, self.view.size)
 
     def report_values(self, values: dict[str, Any]) -> None:
-        """Values of the script for the launcher's status line and summary; thinned out, but the
-        last ones always get there."""
-        self._values |= values
-        if time.monotonic() - self._last_report > _REPORT_SECONDS:
-            self._send_values()
-
-    def _send_values(self) -> None:
-        if self._values and self.rank == 0:
-            self._emit(events.Reported, self._values)
-        self._values = {}
-        self._last_report = time.monotonic()
+        """Values of the script for the launcher's status line and summary; rank 0's count."""
+        self._reporter.values(values, wanted=self.rank == 0)
 
     # -- faults ------------------------------------------------------------------------------------
 
-    def strike(self, step: int, point: str) -> None:
-        """Carry out the fault that the schedule has for this place, if any."""
-        faults = self.schedule.faults
-        fault = self.schedule.due(self._launch_rank, step, point) if faults else None
-        if fault is not None:
-            self._emit(events.FaultInjected, str(fault), step)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _report_fault(self, fault: chaos.Fault, step: int) -> None:
+        self._emit(events.FaultInjected, str(fault), step)
+
+    def _peers(self) -> list[int]:
+        """Process ids of the other ranks of this node."""
+        return [self.identities[m].pid for m in self.neighbours if m != self.member]
 
     def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
         view = rebuilt.view
         if view.coordinator == self.member:
             members = tuple(self.identities[m].launch_rank for m in view.members)
             lost = tuple(self.identities[m].launch_rank for m in rebuilt.lost)
-            words = [farewells[m][:_WORDS_CHARS] for m in rebuilt.lost if m in farewells]
-            reasons = tuple(dict.fromkeys(words))
+            reasons = tuple(
+                (farewells.get(m) or self._verdict(m))[:_WORDS_CHARS] for m in rebuilt.lost
+            )
             self._emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds, reasons)
+
+    def _verdict(self, member: int) -> str:
+        """Why a watchdog killed this member, as far as one did and its word is known here."""
+        told = self._node.verdict(member) if self._node is not None else ""
+        return told or self._service.fencing.details.get(member, "")
 
     def _last_words(self, code: int, reason: str, trace: str) -> bool:
         self._emit(events.RankFailed, self.host, code, reason, trace)
@@ -236,10 +280,14 @@ class Runtime:
         Returns when every rank has left, or after ``leave_timeout`` beyond its own end.
         """
         atexit.unregister(_at_exit)
-        self._send_values()
+        self._reporter.send_values(wanted=self.rank == 0)
         self._service.join_all()
         self._service.thread.join()
         self._monitor.stop()
+        if self._node is not None:
+            self._node.leave()
+        if self._probe is not None:
+            self._probe.close()
         self._emit(events.RankLeft, self.host, self.steps_called, self.steps_applied)
         if self._service.world.finalize_would_hang:
             atexit.register(self._leave_without_finalize)
@@ -265,11 +313,6 @@ class Runtime:
             raise NotInitializedError(
                 "mpift is shut down, or this is a forked child of the process that started it"
             )
-
-    def _emit(self, kind: type[events.Event], *values: Any) -> None:
-        event = kind(time.time(), self._launch_rank, *values)
-        for subscriber in self._subscribers:
-            subscriber(event)
 
     def _warn(self, warnings: Iterable[str]) -> None:
         if self.rank == 0:
@@ -314,7 +357,7 @@ def start(comm: Any = None, config: Config | None = None) -> Runtime:
             raise TypeError(f"comm must be an mpi4py communicator or None, not {comm!r}")
         if _current is None:
             _current = Runtime(comm, config or Config.load())
-        elif config is not None and config != _current.config:
+        elif config is not None and config not in (_current.given, _current.config):
             raise ConfigError("mpift is running with other settings; call shutdown() first")
         elif comm is not None and comm != _current.comm:
             raise ConfigError("mpift is running on another communicator; call shutdown() first")

@@ -52,7 +52,7 @@ class ViewChanged(Event):
     """The coordinator of a new view reports it.
 
     ``lost`` are member ids; ``rebuild_seconds`` runs from the first error seen to the agreement.
-    ``reasons`` are the last words of the lost, as far as they had any.
+    ``reasons`` has a text for each of the lost: its last words, or why it was killed; may be empty.
     """
 
     epoch: int
@@ -60,6 +60,47 @@ class ViewChanged(Event):
     lost: tuple[int, ...]
     rebuild_seconds: float
     reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspected(Event):
+    """A member has not been heard for longer than the emitter's detector allows."""
+
+    suspect: int
+    host: str
+    silent_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted(Event):
+    """The coordinator evicts a live member, because the settings say so."""
+
+    evicted: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankStalled(Event):
+    """The emitter is alive and makes no progress, for which others wait.
+
+    ``waits`` if it waits itself, for others that do something else; ``place`` is where in its
+    script it is."""
+
+    host: str
+    step: int
+    seconds: float
+    waits: bool
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChanged(Event):
+    """The emitter's node is in another band of health; ``score`` is None where unknown."""
+
+    host: str
+    band: str
+    score: float | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +171,10 @@ _KINDS: dict[str, type[Event]] = {
         RankStarted,
         FaultInjected,
         ViewChanged,
+        Suspected,
+        Evicted,
+        RankStalled,
+        HealthChanged,
         StepFinished,
         Reported,
         RankFailed,

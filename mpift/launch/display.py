@@ -135,7 +135,8 @@ def _plain(value: Any) -> str:
 
 
 _LABELS = {
-    "recovery_seconds": "seconds from each injected fault to the next finished step",
+    "recovery_seconds": "seconds from each injected death to the next finished step",
+    "hang_recovery_seconds": "seconds from each injected hang to the next finished step",
     "rebuild_seconds": "seconds to rebuild the world after each loss",
 }
 

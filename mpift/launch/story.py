@@ -6,6 +6,7 @@ asked for is worked out from the records when it is asked for. ``verdict`` judge
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections import deque
@@ -14,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpift.core import events
+from mpift.core.chaos import FATAL
 from mpift.errors import ExitCode
+from mpift.observe.lines import in_words
 
 _TRACEBACK = "Traceback (most recent call last):"
 # What Python prints between the tracebacks of one chain.
@@ -68,13 +71,22 @@ class Member:
     host: str = ""
     starting: bool = False  # waits in MPI's start for all others
     started: bool = False
-    struck: events.FaultInjected | None = None
+    faults: list[events.FaultInjected] = field(default_factory=list)
+    verdict: str = ""  # why it was killed, as those say who went on without it
     failed: events.RankFailed | None = None
     left: events.RankLeft | None = None
     ended: events.ProcessEnded | None = None
     stopped: events.RankStopped | events.JobStopped | None = None
     last_step: int = -1
+    lost: bool = False  # some view goes on without it
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=_STDERR_LINES_KEPT))
+
+    @property
+    def struck(self) -> events.FaultInjected | None:
+        """The injected fault that it came to its end by, if there was any."""
+        fatal = [fault for fault in self.faults if _verb(fault) in FATAL]
+        others = [] if self.ended_well or (self.ended is None and not self.lost) else self.faults
+        return next(iter([*fatal, *others[-1:]]), None)
 
     @property
     def ended_well(self) -> bool:
@@ -101,6 +113,7 @@ class Story:
         self._views: dict[int, events.ViewChanged] = {}
         self._first_step: dict[int, float] = {}  # by epoch
         self._told_recoveries = 0
+        self._suspected: set[int] = set()  # told of in the present view
 
     def member(self, number: int) -> Member:
         """Members that MPI itself spawned later are taken in as they show up."""
@@ -135,41 +148,64 @@ class Story:
                 member.started = isinstance(event, events.RankStarted)
                 self.started = self.started or member.started
             case events.FaultInjected():
-                member.struck = event
+                member.faults.append(event)
                 return [Notice(f"chaos: {event.fault} strikes rank {event.member}")]
             case events.ViewChanged():
                 return self._record_view(event)
+            case events.Suspected() | events.Evicted():
+                return self._record_suspect(event)
+            case events.RankStalled() | events.HealthChanged():
+                warning = getattr(event, "band", "") != "healthy"
+                return [Notice(in_words(event) or "", warning)]
             case events.StepFinished():
                 self._record_step(event, member)
             case events.Reported():
                 self.values.update(event.values)
-            case events.RankFailed():
-                member.failed = event
-                return [Notice(_ends(self.failure(event.member)), warning=True)]
+            case events.RankFailed() | events.RankStopped() | events.JobStopped():
+                return self._record_last_words(event, member)
             case events.RankLeft():
                 member.left = event
             case events.ProcessEnded():
                 return self._record_end(event, member)
-            case events.RankStopped():
-                member.stopped = event
-                return [Notice(_ends(self.failure(event.member)), warning=True)]
-            case events.JobStopped():
-                member.stopped = event
-                if self.stop is None or event.time < self.stop.time:
-                    self.stop = event
-                return [Notice(f"rank {event.member} stops the job: {event.reason}", warning=True)]
         return []
+
+    def _record_last_words(
+        self, event: events.RankFailed | events.RankStopped | events.JobStopped, member: Member
+    ) -> list[Notice]:
+        if isinstance(event, events.RankFailed):
+            member.failed = event
+        else:
+            member.stopped = event
+        if not isinstance(event, events.JobStopped):
+            return [Notice(_ends(self.failure(event.member)), warning=True)]
+        if self.stop is None or event.time < self.stop.time:
+            self.stop = event
+        return [Notice(f"rank {event.member} stops the job: {event.reason}", warning=True)]
 
     def _record_view(self, event: events.ViewChanged) -> list[Notice]:
         self._views[event.epoch] = event
         if event.epoch == max(self._views):
             self.size = len(event.members)
+        for number, reason in itertools.zip_longest(event.lost, event.reasons, fillvalue=""):
+            member = self.member(int(number))
+            member.lost, member.verdict = True, reason or member.verdict
+        self._suspected.clear()
         if not event.lost:
             return []
         gone = ", ".join(map(str, sorted(event.lost)))
         ranks = "ranks" if len(event.lost) > 1 else "rank"
         on = f"{len(event.members)} go on" if len(event.members) > 1 else "1 goes on"
         return [Notice(f"lost {ranks} {gone}; {on}, rebuilt in {event.rebuild_seconds:.3f} s")]
+
+    def _record_suspect(self, event: events.Suspected | events.Evicted) -> list[Notice]:
+        """What several observers tell of one rank is said once."""
+        if isinstance(event, events.Evicted):
+            self.member(event.evicted).verdict = event.reason
+        elif event.suspect in self._suspected:
+            return []
+        else:
+            self._suspected.add(event.suspect)
+        return [Notice(in_words(event) or "", warning=True)]
 
     def _record_step(self, event: events.StepFinished, member: Member) -> None:
         member.last_step = max(member.last_step, event.step)
@@ -201,7 +237,7 @@ class Story:
 
     def recoveries(self) -> list[Recovery]:
         """Each injected fault and what it cost, by time of the fault."""
-        faults = [m.struck for m in self.members.values() if m.struck]
+        faults = [fault for m in self.members.values() for fault in m.faults]
         return [
             Recovery(f, self._recovery_seconds(f)) for f in sorted(faults, key=lambda f: f.time)
         ]
@@ -209,7 +245,7 @@ class Story:
     @property
     def never_struck(self) -> tuple[str, ...]:
         """Scheduled faults whose place the job never came to."""
-        struck = {member.struck.fault for member in self.members.values() if member.struck}
+        struck = {fault.fault for member in self.members.values() for fault in member.faults}
         return tuple(fault for fault in self.scheduled if fault not in struck)
 
     @property
@@ -222,6 +258,8 @@ class Story:
         without = [e for e, view in self._views.items() if fault.member not in view.members]
         if without:
             recovered_in = min(without)
+        elif _verb(fault) not in FATAL:
+            return None  # it is still there
         else:
             # Nobody reported the view that followed: any newer than those before the fault.
             seen = {e: view.time for e, view in self._views.items()} | self._first_step
@@ -288,6 +326,8 @@ def _reason(member: Member) -> str:
         return _short(member.stopped.reason)
     if member.ended is None:
         return "nobody saw its end: was its node lost?"
+    if member.verdict:
+        return _short(member.verdict)
     if member.ended.signal is not None:
         return f"ended by {signal_name(member.ended.signal)}"
     said = exception_of(member.stderr)
@@ -297,6 +337,10 @@ def _reason(member: Member) -> str:
     if code > 128:  # a shell's way to say that its command was ended by a signal
         return f"exit code {code} ({signal_name(code - 128)})"
     return f"exit code {code}"
+
+
+def _verb(fault: events.FaultInjected) -> str:
+    return fault.fault.partition(":")[0]
 
 
 def signal_name(number: int) -> str:

@@ -9,7 +9,8 @@ what happened                                exit code
 the user or the system ended the launcher    128 + signal
 a rank stopped the job for a named reason    the code that it named
 a rank called MPI_Abort, or mpirun gave up   1
-nobody ended with 0                          1, or 3 if the quorum was lost
+nobody ended with 0                          1; 3 if the quorum was lost; 4 if the job has
+                                             to be started again without a node
 somebody did, all others too                 0
 somebody did, others failed                  0, with a warning for each; 1 if ``strict``
 ===========================================  =============================================
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpift.errors import ExitCode
-from mpift.launch.story import Failure, Story, signal_name, stop_code
+from mpift.launch.story import Failure, Recovery, Story, signal_name, stop_code
 
 _DIGITS = 4  # of seconds in the summary
 
@@ -83,8 +84,10 @@ def _judge(
     real = [failure for failure in failures if not failure.injected]
     if len(failures) == len(story.members):
         stops = [member.stopped for member in story.members.values() if member.stopped]
-        quorum_lost = any(stop.exit_code == ExitCode.QUORUM_LOST for stop in stops)
-        code = ExitCode.QUORUM_LOST if quorum_lost else ExitCode.SCRIPT_FAILED
+        codes = {stop.exit_code for stop in stops}
+        # A majority that could go on elsewhere says more than a minority that may not.
+        named = (ExitCode.RESTARTS_EXHAUSTED, ExitCode.QUORUM_LOST)
+        code = next((code for code in named if code in codes), ExitCode.SCRIPT_FAILED)
         return code, _all_failed(failures, ending)
     if ending.mpirun_code:
         first = f"mpirun ended the job with code {ending.mpirun_code}"
@@ -150,11 +153,8 @@ def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[
         "world_end": sum(member.ended_well for member in story.members.values()),
         "faults_injected": len(recoveries),
         "faults_survived": sum(r.seconds is not None or went_on for r in recoveries),
-        "recovery_seconds": [
-            round(r.seconds, _DIGITS)
-            for r in recoveries
-            if r.seconds is not None and r.fault.fault.startswith("kill")
-        ],
+        "recovery_seconds": _seconds(recoveries, deaths=True),
+        "hang_recovery_seconds": _seconds(recoveries, deaths=False),
         "ranks_lost": len(failures),
         "rebuild_seconds": [round(seconds, _DIGITS) for seconds in story.rebuild_seconds],
         "steps": story.steps,
@@ -171,3 +171,12 @@ def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[
         ],
         "exit_code": exit_code,
     }
+
+
+def _seconds(recoveries: Sequence[Recovery], deaths: bool) -> list[float]:
+    """Of faults that cost the job a rank: by deaths, or by whatever is no death by itself."""
+    return [
+        round(r.seconds, _DIGITS)
+        for r in recoveries
+        if r.seconds is not None and r.fault.fault.startswith("kill") == deaths
+    ]

@@ -48,9 +48,18 @@ def in_words(event: events.Event) -> str | None:
         case events.ViewChanged(
             members=members, lost=lost, rebuild_seconds=seconds, reasons=reasons
         ):
-            gone = ", ".join(map(str, lost)) + (f" ({'; '.join(reasons)})" if reasons else "")
+            words = dict.fromkeys(filter(None, reasons))
+            gone = ", ".join(map(str, lost)) + (f" ({'; '.join(words)})" if words else "")
             ranks = "rank goes" if len(members) == 1 else "ranks go"
             return f"lost member {gone}; {len(members)} {ranks} on (rebuilt in {seconds:.3f} s)"
+        case events.Suspected(suspect=suspect, host=host, silent_seconds=seconds):
+            return f"rank {suspect} on {host} has not been heard for {seconds:.1f} s"
+        case events.Evicted(evicted=evicted, reason=reason):
+            return f"rank {evicted} is evicted: it {reason}"
+        case events.RankStalled():
+            return _stall_in_words(event)
+        case events.HealthChanged(host=host, band=band, reason=reason):
+            return f"health of {host}: {band}" + (f" ({reason})" if reason else "")
         case events.RankFailed(member=member, host=host, reason=reason, exit_code=code):
             return f"member {member} ({host}) ends with code {code}: {reason}"
         case events.RankStopped(member=member, reason=reason, exit_code=code):
@@ -59,3 +68,17 @@ def in_words(event: events.Event) -> str | None:
             return f"the job stops with code {code}: {reason}"
         case _:
             return None
+
+
+def _stall_in_words(event: events.RankStalled) -> str:
+    """Who holds all others up, where, and for how long."""
+    who = f"rank {event.member} on {event.host}"
+    if event.waits:
+        return (
+            f"all ranks have waited for each other for {event.seconds:.0f} s, {who} at step"
+            f" {event.step} in {event.place}: some do something else there"
+        )
+    return (
+        f"{who} has made no progress at step {event.step} for {event.seconds:.0f} s, and others"
+        f" wait for it; it is in {event.place}"
+    )

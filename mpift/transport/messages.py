@@ -24,6 +24,20 @@ class Kind(enum.IntEnum):
 
     # "I am about to end with a failure": the text says why. Confirms the death that follows.
     FAREWELL = 1
+    # The sender's suspects, all of them: member ids.
+    SUSPECTS = 2
+    # "Look at this member of your node": its id and whether to kill it (0 or 1).
+    EXAMINE = 3
+    # The answer: member id and what was found.
+    FINDING = 4
+    # "This part of the job ends": the exit code and the reason.
+    END = 5
+    # "All others wait for you": for how many seconds they have.
+    STALLED = 6
+
+
+# Kinds that are true whatever the view is.
+LASTING = frozenset({Kind.FAREWELL, Kind.END})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A thread that looks twice a second at what MPI cannot see or may not come back from.
 
-It makes no MPI call. It warns when this rank waits for others for long. It ends this process, with
-a named reason, when a start or a rebuild takes too long, when a rank of this node left in a way
-that MPI does not report, and when the launcher is gone.
+It makes no MPI call. It ends this process, with a named reason, when a start or a rebuild takes too
+long, when a rank of this node left in a way that MPI does not report, and when the launcher is
+gone. And it takes care of the node's watchdog.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ class Monitor:
         config: Config,
         give_up: Callable[[int, str], NoReturn],
         end_job: Callable[[int, str], NoReturn],
-        warn: Callable[[str], None],
     ) -> None:
         self._service = service
         self._config = config
         self._give_up = give_up
         self._end_job = end_job
-        self._warn = warn
-        self._warned_of: float | None = None
+        # Called in every round; set once there is something to take care of.
+        self.care: Callable[[], None] = lambda: None
         self._stopped = threading.Event()
         self._parent = os.getppid()
         self._gone_since: dict[int, float] = {}
@@ -58,7 +57,7 @@ class Monitor:
             self._check_launcher()
             if self._service.running:
                 self._check_neighbours(now)
-                self._check_waiting(now)
+            self.care()
 
     def _check_blocking(self, now: float) -> None:
         """Calls that MPI may not come back from have a time limit each."""
@@ -74,18 +73,6 @@ class Monitor:
                 ExitCode.SCRIPT_FAILED,
                 f"{blocked.what} took longer than {blocked.limit}={limit:g} s{hint}",
             )
-
-    def _check_waiting(self, now: float) -> None:
-        """Say once that nothing goes on; who is late or gone astray is not known here."""
-        waits = self._service.waits
-        limit = self._config.stall_warning_seconds
-        if waits is None or now - waits[0] < limit or self._warned_of == waits[0]:
-            return
-        self._warned_of = waits[0]
-        self._warn(
-            f"rank {self._service.world.member} has waited for others for {limit:g} s in"
-            f" {waits[1]}: some rank is slow, hangs, or does something else there"
-        )
 
     def _check_launcher(self) -> None:
         if os.getppid() != self._parent:

@@ -1,20 +1,21 @@
 """The service thread: the only one in MPI.
 
-One loop over the lanes' collectives, the control messages and a wake-up. While a collective is in
-flight it polls; otherwise it sleeps on an event and looks at MPI now and then, so that a revocation
-by another rank is noticed. It never makes a blocking call but in a rebuild and at start. Other
-threads talk to it through ``call``. If the loop fails, the process ends loudly: a rank without
-service would make all others wait.
+One loop over the lanes' collectives, the parts (control messages, heartbeats) and a wake-up. While
+a collective is in flight it polls; otherwise it sleeps on an event and looks at MPI now and then,
+so that a revocation by another rank is noticed. It never makes a blocking call but in a rebuild and
+at start. Other threads talk to it through ``call``. If the loop fails, the process ends loudly: a
+rank without service would make all others wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,9 +23,12 @@ from mpift.config import Config
 from mpift.core import rounds
 from mpift.core.membership import Outcome, View, judge
 from mpift.errors import ExitCode
-from mpift.transport import messages
-from mpift.transport.lane import Lane, Started, Workload
+from mpift.transport.fencing import Fencing
+from mpift.transport.lane import Lane, Workload
+from mpift.transport.liveness import Slot
+from mpift.transport.mailbox import Mailbox
 from mpift.transport.messages import Kind, Message
+from mpift.transport.part import Part
 from mpift.transport.world import MAX_LANES, Rebuilt, Report, World
 
 # Polls without progress before the loop begins to sleep between them. A poll costs a few
@@ -84,9 +88,11 @@ class Service:
         self._leave_barrier: Any = None
         self._all_through = False  # the barrier is complete: nobody needs this rank any more
         self._leave_deadline: float | None = None
-        self._inbox: Started
-        self._outbox: list[tuple[Started, threading.Event]] = []
-        self._quarantine: list[Started] = []
+        self.mailbox = Mailbox()
+        self.mailbox.register(Kind.FAREWELL, self._take_farewell)
+        self._parts: list[Part] = [self.mailbox]
+        self._slot: Slot | None = None
+        self.fencing: Fencing
         self._polls = 0
         self._busy_since: float | None = None
         self.thread = threading.Thread(target=self._run, name="mpift-service", daemon=True)
@@ -125,7 +131,7 @@ class Service:
         if the loop cannot. Returns whether all others have said the same by then: a fault that
         strikes everybody."""
         sent = threading.Event()
-        self.call(lambda: self._send_to_all(Kind.FAREWELL, text, sent))
+        self.call(lambda: self.tell_all(Kind.FAREWELL, text, sent))
         deadline = time.monotonic() + timeout
         sent.wait(timeout)
         while not (alone := self._all_said_farewell()) and time.monotonic() < deadline:
@@ -134,6 +140,27 @@ class Service:
 
     def _all_said_farewell(self) -> bool:
         return set(self.world.view.members) <= {self.world.member, *self.farewells}
+
+    def tell_all(self, kind: Kind, text: str, sent: threading.Event | None = None) -> None:
+        """On the service thread: a message to all others of the view."""
+        self.mailbox.send(kind, text, self.world.view.members, sent)
+
+    def _take_farewell(self, message: Message) -> None:
+        self.farewells[message.sender] = message.text
+
+    def attach(self, part: Part) -> None:
+        """On the service thread: keep ``part`` going too."""
+        part.install(self.world)
+        self._parts.append(part)
+
+    def show_life(self, slot: Slot) -> None:
+        """On the service thread: give the node's watchdog a sign of life in every turn."""
+        self._slot = slot
+        slot.run()
+
+    def leave_behind(self, gone: BaseException) -> None:
+        """On the service thread: members are gone for certain, whatever MPI says: rebuild."""
+        self._fault = self._fault or gone
 
     def add_lane(self, workload: Workload) -> int:
         """On the service thread: give the next lane its workload. If its communicator does not
@@ -152,14 +179,14 @@ class Service:
         return self._ready.is_set() and self._start_error is None and self.thread.is_alive()
 
     @property
-    def waits(self) -> tuple[float, str] | None:
-        """Since when (monotonic) this rank has waited for others without any progress, and in
-        what; None if it doesn't, or has left its loops and may wait."""
-        since = self._busy_since
-        if since is None or self._joined:
-            return None
-        steps = [f"step {lane.rounds.completed}" for lane in self.lanes[1:] if lane.requests]
-        return since, " and ".join(steps) or "a collective operation"
+    def step(self) -> int:
+        """The round that this rank is in: the furthest of its optimizers'."""
+        return max((lane.rounds.completed for lane in self.lanes[1:]), default=0)
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has left its loops."""
+        return self._joined
 
     @property
     def lanes_left(self) -> int:
@@ -169,22 +196,24 @@ class Service:
 
     def _run(self) -> None:
         try:
-            self.blocked = Blocked("starting MPI", "start_timeout", time.monotonic())
-            self.world = self._make_world()
+            with self._blocking("starting MPI", "start_timeout"):
+                self.world = self._make_world()
             self.views[self.world.view.epoch] = self.world.view
-            self._receive()
+            here = self.world.identities[self.world.member]
+            self.fencing = Fencing(here, self._config.fence_timeout)
+            self.mailbox.install(self.world)
         except BaseException as error:  # noqa: BLE001, it is raised again by start()
             self._start_error = error
             return
         finally:
-            self.blocked = None
             self._ready.set()
         try:
             while not self._may_leave():
                 self._turn()
-            self.blocked = Blocked("ending MPI", "leave_timeout", time.monotonic())
-            self.world.finalize()
-            self.blocked = None
+            if self._slot is not None:
+                self._slot.left()
+            with self._blocking("ending MPI", "leave_timeout"):
+                self.world.finalize()
         except BaseException:  # noqa: BLE001, no way out of this thread may be silent
             self._hooks.give_up(
                 ExitCode.SCRIPT_FAILED,
@@ -192,13 +221,31 @@ class Service:
                 True,
             )
 
+    @contextlib.contextmanager
+    def _blocking(self, what: str, limit: str) -> Iterator[None]:
+        """Around calls that MPI may not come back from: the monitor and the watchdog see to it."""
+        self.blocked = Blocked(what, limit, time.monotonic())
+        if self._slot is not None:
+            self._slot.enter(getattr(self._config, limit), self.blocked.since)
+        try:
+            yield
+        finally:
+            self.blocked = None
+            if self._slot is not None:
+                self._slot.leave()
+
     def _turn(self) -> None:
+        if self._slot is not None:
+            self._slot.beat()
         try:
             if self._fault is not None or self._rebuild_wanted:
                 self._recover()
             self._wake.clear()
             while self._calls:
                 self._calls.popleft()()
+            now = time.monotonic()
+            for part in self._parts:
+                part.turn(now)
             if not self._rebuild_wanted and not self._poll():
                 self._pause()
         except self.world.errors as error:
@@ -206,8 +253,11 @@ class Service:
 
     def _poll(self) -> bool:
         """One look at MPI; whether anything completed."""
-        requests = [self._inbox.request, *(item.request for item, _ in self._outbox)]
-        sent = len(self._outbox)
+        requests: list[Any] = []
+        counts = []  # now: what one part does may give another one more requests
+        for part in self._parts:
+            requests += part.requests
+            counts.append(len(part.requests))
         first_of_lanes = len(requests)
         for lane in self.lanes:
             requests += lane.requests
@@ -216,27 +266,22 @@ class Service:
         done = set(self.world.test_some(requests))
         if not done:
             return False
-        self._polls, self._busy_since = 0, None
         if self._leave_barrier is not None and len(requests) - 1 in done:
             self._all_through = True
-        for position in sorted(done & set(range(1, 1 + sent)), reverse=True):
-            self._outbox.pop(position - 1)[1].set()
-        if 0 in done:
-            self._take_message()
+        if max(done) >= first_of_lanes:
+            self._polls, self._busy_since = 0, None
+        # Lanes last: one may hit a fault, and what has arrived otherwise must not be lost by it.
+        start = 0
+        for part, count in zip(self._parts, counts, strict=True):
+            start, mine = _share(done, start, count)
+            if mine:
+                part.complete(mine)
         start = first_of_lanes
         for lane in self.lanes:
-            stop = start + len(lane.requests)
-            mine = [position - start for position in range(start, stop) if position in done]
-            start = stop
+            start, mine = _share(done, start, len(lane.requests))
             if mine:
                 lane.complete(self.world, mine)
         return True
-
-    def _take_message(self) -> None:
-        message = messages.decode(bytes(self._inbox.buffers[0]))
-        self._receive()
-        if message is not None and message.kind is Kind.FAREWELL:
-            self.farewells[message.sender] = message.text
 
     def _pause(self) -> None:
         busy = any(lane.requests for lane in self.lanes) or self._leave_barrier is not None
@@ -253,23 +298,6 @@ class Service:
         waits_long = now - self._busy_since > _LONG_WAIT_SECONDS
         time.sleep(_LONG_SLEEP_SECONDS if waits_long else _BUSY_SLEEP_SECONDS)
 
-    # -- messages --------------------------------------------------------------------------------
-
-    def _receive(self) -> None:
-        """Post the one receive for control messages of any rank."""
-        buffer = bytearray(messages.MESSAGE_BYTES)
-        request = self.world.receive(buffer, messages.MESSAGE_TAG)
-        self._inbox = Started(request, (buffer,))
-
-    def _send_to_all(self, kind: Kind, text: str, sent: threading.Event) -> None:
-        view = self.world.view
-        data = messages.encode(Message(kind, view.epoch, self.world.member, text))
-        others = [rank for rank, member in enumerate(view.members) if member != self.world.member]
-        all_sent = _Countdown(len(others), sent)
-        for rank in others:
-            request = self.world.control.Isend(data, dest=rank, tag=messages.MESSAGE_TAG)
-            self._outbox.append((Started(request, (data,)), all_sent))
-
     # -- faults ------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
@@ -277,24 +305,26 @@ class Service:
         planned = self._fault is None
         for lane in self.lanes:
             lane.fault(self.world)
-        self._quarantine += [self._inbox, *(item for item, _ in self._outbox)]
-        self._outbox = []
+        for part in self._parts:
+            part.fault()
         self._leave_barrier = None
         report = Report(
             self.world.member, self.world.view.epoch, tuple(lane.report() for lane in self.lanes)
         )
-        self.blocked = Blocked("rebuilding", "rebuild_timeout", time.monotonic())
         gone = frozenset(self.farewells)
         old = self.world.view
-        step = max((lane.rounds.completed for lane in self.lanes[1:]), default=0)
-        rebuilt = self.world.rebuild(report, gone, lambda point: self._hooks.strike(step, point))
-        self.blocked = None
+        step = self.step
+        with self._blocking("rebuilding", "rebuild_timeout"):
+            rebuilt = self.world.rebuild(
+                report, gone, self.fencing, lambda point: self._hooks.strike(step, point)
+            )
         self._judge(old, rebuilt, planned)
         self._fault, self._rebuild_wanted = None, False
         self.views[rebuilt.view.epoch] = rebuilt.view
         if not self._finished():
             self._hooks.view_changed(rebuilt, dict(self.farewells))
-        self._receive()
+        for part in self._parts:
+            part.install(self.world)
         for lane in self.lanes:
             lane.reconcile(self.world, rebuilt.reports)
 
@@ -341,17 +371,7 @@ class Service:
         return alone or self._all_through or time.monotonic() >= self._leave_deadline
 
 
-class _Countdown(threading.Event):
-    """Sets ``event`` once it was itself set ``count`` times."""
-
-    def __init__(self, count: int, event: threading.Event) -> None:
-        super().__init__()
-        self._left = count
-        self._event = event
-        if count == 0:
-            event.set()
-
-    def set(self) -> None:
-        self._left -= 1
-        if self._left <= 0:
-            self._event.set()
+def _share(done: set[int], start: int, count: int) -> tuple[int, list[int]]:
+    """Of ``count`` requests from ``start`` on: where they end, and which of them are done."""
+    stop = start + count
+    return stop, [position - start for position in range(start, stop) if position in done]

@@ -15,7 +15,7 @@ from mpift.core.membership import initial_view
 from mpift.errors import TransportError
 from mpift.transport import processes
 from mpift.transport.processes import ProcessIdentity
-from mpift.transport.world import Rebuilt, Report
+from mpift.transport.world import Rebuilt, Report, Witness
 
 
 class _Done:
@@ -59,6 +59,7 @@ class SoloWorld:
         self.launch_size = 1
         self.identities: dict[int, ProcessIdentity] = {0: processes.identify(0)}
         self.control: Any = SoloComm()
+        self.heartbeat: Any = SoloComm()
         self.lane_comms: list[Any] = [SoloComm() for _ in range(lanes)]
 
     @property
@@ -68,13 +69,19 @@ class SoloWorld:
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         return [i for i, request in enumerate(requests) if isinstance(request, _Done)]
 
-    def receive(self, buffer: bytearray, tag: int) -> _Never:
+    def receive(self, comm: Any, buffer: bytearray, tag: int) -> _Never:
         return _Never()
 
     def operator(self, name: str) -> str:
         return name
 
-    def rebuild(self, report: Report, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
+    def rebuild(
+        self,
+        report: Report,
+        gone: frozenset[int],
+        witness: Witness,
+        at: Callable[[str], None],
+    ) -> Rebuilt:
         """Only to open more lanes: a world of one has no faults that it outlives."""
         count = max(len(self.lane_comms), len(report.lanes))
         self.lane_comms = [SoloComm() for _ in range(count)]

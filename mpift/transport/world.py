@@ -1,7 +1,8 @@
 """The communicators of a job, and their rebuild after a fault.
 
-``base`` is only ever shrunk, never revoked; ``control`` carries messages between ranks, and each
-lane has a communicator for its collectives. All of them return errors. A rebuild is a loop: shrink,
+``base`` is only ever shrunk, never revoked; ``control`` carries messages between ranks,
+``heartbeat`` signs of life, and each lane has a communicator for its collectives. All of them
+return errors. A rebuild is a loop: shrink,
 create, exchange reports, agree; whatever dies in the middle of one attempt is left out of the next.
 Only the service thread calls into this module.
 """
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpift.config import Config
-from mpift.core.membership import View
+from mpift.core.membership import Outcome, View, judge
 from mpift.transport import processes, startup
 from mpift.transport.processes import ProcessIdentity
 
@@ -57,6 +58,14 @@ class Rebuilt:
     seconds: float
 
 
+class Witness(Protocol):
+    """Who can say that processes are gone, and see to it."""
+
+    def gone(self, candidates: Sequence[ProcessIdentity], kill: bool) -> frozenset[int]:
+        """Member ids of those that are gone for certain, looked at until all are, or until
+        ``fence_timeout``; with ``kill`` those that can be are killed first."""
+
+
 class World(Protocol):
     """What the service needs of its surroundings; ``MpiWorld`` and ``SoloWorld`` provide it."""
 
@@ -69,6 +78,7 @@ class World(Protocol):
     # and that would wait for the dead.
     finalize_would_hang: bool
     control: Any
+    heartbeat: Any
     lane_comms: list[Any]  # one a lane; may be ahead of the lanes that are in use
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
@@ -78,11 +88,17 @@ class World(Protocol):
     def errors(self) -> tuple[type[BaseException], ...]:
         """What a call into this world raises at a fault."""
 
-    def rebuild(self, report: Report, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
+    def rebuild(
+        self,
+        report: Report,
+        gone: frozenset[int],
+        witness: Witness,
+        at: Callable[[str], None],
+    ) -> Rebuilt:
         """Make communicators of the survivors; ``at`` is called at the named points inside."""
 
-    def receive(self, buffer: bytearray, tag: int) -> Any:
-        """The request of a receive on ``control`` from any rank."""
+    def receive(self, comm: Any, buffer: bytearray, tag: int) -> Any:
+        """The request of a receive on ``comm`` from any rank."""
 
     def operator(self, name: str) -> Any:
         """The reduction operator for "sum", "min", "max" or "product"."""
@@ -92,6 +108,17 @@ class World(Protocol):
 
     def abort(self, code: int) -> None:
         """End all processes of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What one attempt at a rebuild has made; it counts once all have agreed on it."""
+
+    control: Any
+    heartbeat: Any
+    lane_comms: list[Any]
+    reports: tuple[Report, ...]
+    confirmed: frozenset[int]
 
 
 class MpiWorld:
@@ -124,6 +151,7 @@ class MpiWorld:
             with contextlib.suppress(self._mpi.Exception):
                 self.control = self._mute(base.Split(0, base.rank))
                 everybody = self.control.allgather(processes.identify(self.member, launch_rank))
+                self.heartbeat = self._mute(self.control.Dup())
                 self.lane_comms = [self._mute(self.control.Dup()) for _ in range(lanes)]
                 good = True
             if not ulfm or self._agree(base, good):
@@ -142,8 +170,8 @@ class MpiWorld:
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         return self._mpi.Request.Testsome(requests) or []
 
-    def receive(self, buffer: bytearray, tag: int) -> Any:
-        return self.control.Irecv(buffer, self._mpi.ANY_SOURCE, tag)
+    def receive(self, comm: Any, buffer: bytearray, tag: int) -> Any:
+        return comm.Irecv(buffer, self._mpi.ANY_SOURCE, tag)
 
     def operator(self, name: str) -> Any:
         return {
@@ -155,7 +183,13 @@ class MpiWorld:
 
     # -- rebuild -------------------------------------------------------------------------------
 
-    def rebuild(self, report: Report, gone: frozenset[int], at: Callable[[str], None]) -> Rebuilt:
+    def rebuild(
+        self,
+        report: Report,
+        gone: frozenset[int],
+        witness: Witness,
+        at: Callable[[str], None],
+    ) -> Rebuilt:
         """See ``World``. ``gone`` are members that announced their end.
 
         Loops until an attempt is agreed on by all who are left. It has no time limit of its own:
@@ -166,7 +200,7 @@ class MpiWorld:
         for comm in (self.control, *self.lane_comms):
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
-        self._retired += [self.control, *self.lane_comms]
+        self._retired += [self.control, self.heartbeat, *self.lane_comms]
         old, base = self.view, self._base
         while True:
             at("shrink")
@@ -174,34 +208,37 @@ class MpiWorld:
                 base = self._mute(base.Shrink())
             except self._mpi.Exception:
                 continue
-            attempt = self._attempt(base, report, gone, at)
+            attempt = self._attempt(base, report, gone, witness, at)
             at("agree")
             if self._agree(base, attempt is not None) and attempt is not None:
                 break
-        control, lane_comms, reports, confirmed = attempt
-        epoch = max(r.epoch for r in reports) + 1
-        self.view = old.successor(epoch, (r.member for r in reports))
-        self._base, self.control, self.lane_comms = base, control, lane_comms
+        epoch = max(r.epoch for r in attempt.reports) + 1
+        self.view = old.successor(epoch, (r.member for r in attempt.reports))
+        self._base, self.control, self.heartbeat = base, attempt.control, attempt.heartbeat
+        self.lane_comms = attempt.lane_comms
         lost = tuple(sorted(set(old.members) - set(self.view.members)))
-        return Rebuilt(self.view, lost, confirmed, reports, time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        return Rebuilt(self.view, lost, attempt.confirmed, attempt.reports, seconds)
 
     def _attempt(
         self,
         base: Any,
         report: Report,
         gone: frozenset[int],
+        witness: Witness,
         at: Callable[[str], None],
-    ) -> tuple[Any, list[Any], tuple[Report, ...], frozenset[int]] | None:
+    ) -> _Attempt | None:
         """All creation and exchange of one attempt; None if anything in it failed."""
         control = None
         try:
             at("split")
             control = self._mute(base.Split(0, base.rank))
             reports = self._exchange_reports(control, report)
-            confirmed = self._confirm(control, reports, gone)
+            confirmed = self._confirm(control, reports, gone, witness)
             # No fewer than before: the first lanes are promised without a rebuild.
             count = max(len(self.lane_comms), *(len(r.lanes) for r in reports))
-            return control, [self._mute(control.Dup()) for _ in range(count)], reports, confirmed
+            heartbeat, *lanes = (self._mute(control.Dup()) for _ in range(1 + count))
+            return _Attempt(control, heartbeat, lanes, reports, confirmed)
         except self._mpi.Exception:
             if control is not None:
                 # Others may be further on in it, waiting for this rank: fetch them out.
@@ -222,20 +259,46 @@ class MpiWorld:
         return tuple(_unpack(row) for row in everybody)
 
     def _confirm(
-        self, control: Any, reports: Sequence[Report], gone: frozenset[int]
+        self,
+        control: Any,
+        reports: Sequence[Report],
+        gone: frozenset[int],
+        witness: Witness,
     ) -> frozenset[int]:
-        """Members whose end somebody knows for sure, the same set on every survivor."""
+        """Members whose end somebody knows for sure, the same set on every survivor.
+
+        A majority also sees to it that those whom MPI left out although they live do end.
+        """
         present = {r.member for r in reports}
-        here = self.identities[self.member]
-        missing = [self.identities[m] for m in self.view.members if m not in present]
-        local = [m for m in missing if m.node == here.node and m.member not in gone]
-        deadline = time.monotonic() + self._config.fence_timeout
-        known = processes.confirmed_gone(local, here)
-        while len(known) < len(local) and time.monotonic() < deadline:
-            time.sleep(0.001)
-            known = processes.confirmed_gone(local, here)
+        missing = [m for m in self.view.members if m not in present]
+        mine = self._witnessed_here(present, missing)
+        confirmed = self._exchange_ends(control, gone & set(missing), mine, witness, kill=False)
+        verdict = judge(self.view, present, confirmed, 1)
+        if verdict.outcome is Outcome.GO_ON and not set(missing) <= confirmed:
+            left = [identity for identity in mine if identity.member not in confirmed]
+            confirmed = self._exchange_ends(control, confirmed, left, witness, kill=True)
+        return confirmed
+
+    def _witnessed_here(self, present: set[int], missing: list[int]) -> list[ProcessIdentity]:
+        """The missing ones that this rank looks after: those of its node, and for the first rank
+        also those of nodes where nobody is left."""
+        here = self.identities[self.member].node
+        inhabited = {self.identities[m].node for m in present}
+        first = self.member == min(present)
+        found = [self.identities[m] for m in missing]
+        return [i for i in found if i.node == here or (first and i.node not in inhabited)]
+
+    def _exchange_ends(
+        self,
+        control: Any,
+        known: frozenset[int],
+        mine: list[ProcessIdentity],
+        witness: Witness,
+        kill: bool,
+    ) -> frozenset[int]:
+        open_ = [identity for identity in mine if identity.member not in known]
         flags = np.zeros(self.launch_size, np.int64)
-        flags[list(known | (gone & {m.member for m in missing}))] = 1
+        flags[list(known | witness.gone(open_, kill))] = 1
         everybody = np.empty_like(flags)
         control.Allreduce(flags, everybody, self._mpi.MAX)
         return frozenset(np.flatnonzero(everybody).tolist())

@@ -337,16 +337,6 @@ def other_communicator() -> dict[str, Any]:
     return {"same": same, "error": error}
 
 
-def waits_long() -> dict[str, Any]:
-    """Rank 1 does something else for a while."""
-    comm = mpift.Communicator()
-    if comm.rank == 1:
-        threading.Event().wait(2.5)
-    comm.barrier()
-    comm.free()
-    return {}
-
-
 def death_in_shutdown(victim: int, delay: float) -> dict[str, Any]:
     """A member dies while all are leaving."""
     trainer = Trainer(1000)

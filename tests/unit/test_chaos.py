@@ -21,16 +21,23 @@ def test_an_empty_schedule_has_no_faults() -> None:
 
 def test_a_fault_is_due_only_at_its_place() -> None:
     schedule = parse("kill:2@50")
-    assert schedule.due(2, 50, "step") is not None
-    assert schedule.due(2, 51, "step") is None
-    assert schedule.due(1, 50, "step") is None
-    assert schedule.due(2, 50, "bucket0") is None
+    assert schedule.due(2, 50, "step") == schedule.faults
+    assert schedule.due(2, 51, "step") == ()
+    assert schedule.due(1, 50, "step") == ()
+    assert schedule.due(2, 50, "bucket0") == ()
+
+
+def test_a_fault_with_a_range_is_due_in_each_of_its_steps_and_before_a_fatal_one() -> None:
+    schedule = parse("kill:2@60,slow:2@50-60:0.5", world_size=4)
+    slow = Fault("slow", 2, 50, last_step=60, amount=0.5)
+    assert [schedule.due(2, step, "step") for step in (49, 50, 61)] == [(), (slow,), ()]
+    assert schedule.due(2, 60, "step") == (slow, Fault("kill", 2, 60))
 
 
 def test_a_fault_in_a_rebuild_is_due_in_the_first_rebuild_after_its_step() -> None:
     schedule = parse("kill:1@20:split")
-    assert schedule.due(1, 19, "split") is None
-    assert schedule.due(1, 23, "split") is not None
+    assert schedule.due(1, 19, "split") == ()
+    assert schedule.due(1, 23, "split") == schedule.faults
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,14 @@ def test_a_fault_in_a_rebuild_is_due_in_the_first_rebuild_after_its_step() -> No
         ("kill:4@50", "no member 4 in a world of 4"),
         ("kill:-1@50", "VERB:MEMBER@STEP"),
         ("kill:1@5,kill:1@9", "member 1 is killed already"),
+        ("stop:1@5,kill:1@9", "member 1 is stopped already"),
+        ("kill:1@5-9", "kill has one step only, as in kill:2@50"),
+        ("slow:1@9-5:1", "slow ends before it begins"),
+        ("slow:1@5", "slow takes seconds, above 0"),
+        ("gil:1@5:-1", "gil takes seconds, above 0"),
+        ("drop:1@5-9:1.5", "drop takes a probability above 0, at most 1, not '1.5'"),
+        ("drop:1@5-9:nan", "drop takes a probability"),
+        ("reset:1@5:7", "reset takes nothing, not '7'"),
     ],
 )
 def test_a_wrong_schedule_is_refused_with_the_item_named(text: str, part: str) -> None:

@@ -1,0 +1,220 @@
+"""From silence to a new view: carries out what ``core/suspicion.py`` says.
+
+A part of the service's loop. Questions to the system and to other nodes' watchdogs are asked on
+threads of their own, which make no MPI call; what they find comes back through the loop. Where no
+watchdog answers, a rank on the suspect's node is asked by a control message.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from mpift.config import Config
+from mpift.core.suspicion import (
+    Condemned,
+    Ended,
+    Event,
+    Examine,
+    Examined,
+    Finding,
+    Heard,
+    Installed,
+    Missed,
+    Rebuild,
+    Stop,
+    Suspicion,
+    Tell,
+    Tick,
+    Told,
+)
+from mpift.errors import TransportError
+from mpift.transport.messages import Kind, Message
+from mpift.transport.service import Service
+from mpift.transport.world import World
+
+# How long a rank that ends tries to tell the others.
+_END_SECONDS = 1.0
+
+
+class Evictions:
+    """See the module's docstring; a ``Part`` of the service.
+
+    ``silence`` gives the seconds since a member was heard; ``end`` ends this process.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        config: Config,
+        silence: Callable[[int], float],
+        end: Callable[[int, str], NoReturn],
+    ) -> None:
+        self.requests: Sequence[Any] = ()
+        self._service = service
+        self._config = config
+        self._silence = silence
+        self._end = end
+        self._machine = self._fresh(service.world)
+        self._asked: dict[int, float] = {}  # members asked about by message, and until when
+        self._ending: tuple[float, Stop, threading.Event] | None = None
+        self._tick_due = 0.0
+        mailbox = service.mailbox
+        mailbox.register(Kind.SUSPECTS, self._take_suspects)
+        mailbox.register(Kind.EXAMINE, self._take_question)
+        mailbox.register(Kind.FINDING, self._take_finding)
+        mailbox.register(Kind.END, self._take_end)
+
+    # -- what the others tell ----------------------------------------------------------------------
+
+    @property
+    def coordinator(self) -> int:
+        """The member that this rank takes for the coordinator."""
+        return self._machine.coordinator
+
+    def missed(self, member: int, for_good: bool) -> None:
+        """The heartbeat finds a peer overdue."""
+        known = self._machine.for_good if for_good else self._machine.suspects
+        if member not in known:
+            self._feed(Missed(self._machine.view.epoch, member, for_good))
+
+    def heard(self, member: int) -> None:
+        """A peer that was overdue is heard again."""
+        self._feed(Heard(self._machine.view.epoch, member))
+
+    def condemn(self, member: int) -> None:
+        """The settings say that this member has to go."""
+        self._feed(Condemned(self._machine.view.epoch, member))
+
+    @property
+    def suspects(self) -> frozenset[int]:
+        return self._machine.suspects
+
+    @property
+    def condemned(self) -> frozenset[int]:
+        return self._machine.condemned
+
+    # -- a part of the loop ------------------------------------------------------------------------
+
+    def install(self, world: World) -> None:
+        fresh = self._fresh(world)
+        self._asked.clear()
+        self._service.fencing.epoch = world.view.epoch
+        self._feed(Installed(fresh.view, fresh.nodes))
+
+    def _fresh(self, world: World) -> Suspicion:
+        names = [world.identities[m].node for m in world.view.members]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return Suspicion(world.member, world.view, tuple(numbers[name] for name in names))
+
+    def complete(self, positions: Sequence[int]) -> None:
+        pass
+
+    def fault(self) -> None:
+        pass
+
+    def turn(self, now: float) -> None:
+        if self._ending is not None:
+            deadline, stop, told = self._ending
+            if told.is_set() or now > deadline:
+                self._end(stop.code, stop.reason)
+        for member, deadline in list(self._asked.items()):
+            if now > deadline:
+                del self._asked[member]
+                self._learn(self._machine.view.epoch, member, Finding.UNREACHABLE)
+        if now > self._tick_due:
+            self._tick_due = now + self._config.heartbeat_interval
+            if self._machine.suspects or self._machine.condemned:
+                self._feed(Tick())
+
+    # -- instructions ------------------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        self._machine, instructions = self._machine.handle(event)
+        for instruction in instructions:
+            match instruction:
+                case Tell(to, suspects):
+                    text = " ".join(map(str, sorted(suspects)))
+                    self._service.mailbox.send(Kind.SUSPECTS, text, [to], only_newest=True)
+                case Examine(epoch, member, kill):
+                    self._examine(epoch, member, kill)
+                case Rebuild(gone):
+                    words = ", ".join(map(str, sorted(gone)))
+                    self._service.leave_behind(TransportError(f"members {words} are gone"))
+                case Stop():
+                    self._stop(instruction)
+
+    def _stop(self, stop: Stop) -> None:
+        told = threading.Event()
+        self._service.tell_all(Kind.END, f"{stop.code} {stop.reason}", told)
+        self._ending = (time.monotonic() + _END_SECONDS, stop, told)
+
+    def _examine(self, epoch: int, member: int, kill: bool) -> None:
+        fencing = self._service.fencing
+        suspect = self._service.world.identities[member]
+
+        def ask() -> None:
+            finding = fencing.examine(suspect, kill)
+            self._service.call(lambda: self._found(epoch, member, kill, finding))
+
+        threading.Thread(target=ask, name="mpift-examine", daemon=True).start()
+
+    def _found(self, epoch: int, member: int, kill: bool, finding: Finding | None) -> None:
+        if finding is not None:
+            self._learn(epoch, member, finding)
+            return
+        identities, machine = self._service.world.identities, self._machine
+        neighbours = [
+            m
+            for m in machine.view.members
+            if identities[m].node == identities[member].node
+            and m != member
+            and m not in machine.suspects
+        ]
+        if epoch != machine.view.epoch or not neighbours:
+            self._learn(epoch, member, Finding.UNREACHABLE)
+            return
+        self._asked[member] = time.monotonic() + 2 * self._config.fence_timeout
+        self._service.mailbox.send(Kind.EXAMINE, f"{member} {int(kill)}", neighbours[:1])
+
+    def _learn(self, epoch: int, member: int, finding: Finding) -> None:
+        patience = self._config.heartbeat_timeout
+        if finding is Finding.UNREACHABLE and self._silence(member) < patience:
+            # Its node may just be slow: it is asked again before the whole job is given up.
+            finding = Finding.ALIVE
+        self._feed(Examined(epoch, member, finding))
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _take_suspects(self, message: Message) -> None:
+        suspects = frozenset(map(int, message.text.split()))
+        self._feed(Told(message.epoch, message.sender, suspects))
+
+    def _take_question(self, message: Message) -> None:
+        """Another rank asks about a process of this node."""
+        member, kill = map(int, message.text.split())
+        fencing = self._service.fencing
+        suspect = self._service.world.identities[member]
+
+        def answer() -> None:
+            finding = fencing.examine_here(suspect, bool(kill))
+            text = f"{member} {finding.name}"
+            self._service.call(lambda: self._answer(message, text))
+
+        threading.Thread(target=answer, name="mpift-examine", daemon=True).start()
+
+    def _answer(self, question: Message, text: str) -> None:
+        view = self._service.world.view
+        if question.epoch == view.epoch and question.sender in view.members:
+            self._service.mailbox.send(Kind.FINDING, text, [question.sender])
+
+    def _take_finding(self, message: Message) -> None:
+        member, name = message.text.split()
+        if self._asked.pop(int(member), None) is not None:
+            self._learn(message.epoch, int(member), Finding[name])
+
+    def _take_end(self, message: Message) -> None:
+        code, _, reason = message.text.partition(" ")
+        self._feed(Ended(int(code), reason))

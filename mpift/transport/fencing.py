@@ -1,0 +1,132 @@
+"""Whether a process is gone for certain, and seeing to it that it is, whatever MPI says.
+
+On this node the kernel is asked, and kills by pidfd. On another one its watchdog is, over TCP, once
+its address is known. Any thread may call; nothing here takes longer than ``timeout_seconds``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from mpift.core.suspicion import Finding
+from mpift.transport import inquiries, processes
+from mpift.transport.inquiries import Fence, Inquire, State
+from mpift.transport.liveness import Liveness
+from mpift.transport.processes import ProcessHandle, ProcessIdentity
+
+_LOOK_SECONDS = 0.001
+# A loop that turns bumps its counter every few milliseconds; a loaded machine gets some time.
+_STANDS_STILL_SECONDS = 1.0
+_ASKED_AT_ONCE = 16
+
+
+class Fencing:
+    """What the rank ``here`` can find out and do. ``addresses`` are those of the watchdogs by node,
+    0 for a port that is not known; ``liveness`` is this node's file."""
+
+    def __init__(self, here: ProcessIdentity, timeout_seconds: float) -> None:
+        self._here = here
+        self._timeout_seconds = timeout_seconds
+        self.addresses: dict[str, tuple[str, int]] = {}
+        self.token = ""
+        self.liveness: Liveness | None = None
+        self.epoch = 0
+        self.details: dict[int, str] = {}  # what other nodes' watchdogs said of their dead
+
+    # -- all at once, in a rebuild -----------------------------------------------------------------
+
+    def gone(self, candidates: Sequence[ProcessIdentity], kill: bool) -> frozenset[int]:
+        """Member ids of those that are gone for certain; see ``transport.world.Witness``."""
+        if not candidates:
+            return frozenset()
+        local = [c for c in candidates if c.node == self._here.node]
+        remote = [c for c in candidates if c.node != self._here.node]
+        if kill:
+            for candidate in local:
+                _kill(candidate)
+        found: set[int] = set()
+        with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+            answers = pool.map(lambda c: self._gone_elsewhere(c, kill), remote)
+            found |= self._ended_here(local)
+            found |= {c.member for c, gone in zip(remote, answers, strict=True) if gone}
+        return frozenset(found)
+
+    def _ended_here(self, candidates: Sequence[ProcessIdentity]) -> frozenset[int]:
+        deadline = time.monotonic() + self._timeout_seconds
+        known = processes.confirmed_gone(candidates, self._here)
+        while len(known) < len(candidates) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            known = processes.confirmed_gone(candidates, self._here)
+        return known
+
+    def _gone_elsewhere(self, candidate: ProcessIdentity, kill: bool) -> bool:
+        """Asked until it is gone or the time is over: a death takes its node some moments."""
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            finding = self._ask(candidate, kill, deadline - time.monotonic())
+            if finding not in (Finding.ALIVE, Finding.STANDS_STILL) or time.monotonic() > deadline:
+                return finding is Finding.GONE
+            time.sleep(10 * _LOOK_SECONDS)
+
+    # -- one suspect -------------------------------------------------------------------------------
+
+    def examine(self, suspect: ProcessIdentity, kill: bool) -> Finding | None:
+        """What can be found out about a suspect from here; None if nobody on its node answers."""
+        if suspect.node == self._here.node:
+            return self.examine_here(suspect, kill)
+        return self._ask(suspect, kill, self._timeout_seconds)
+
+    def examine_here(self, suspect: ProcessIdentity, kill: bool) -> Finding:
+        """The same for a process of this node."""
+        if kill:
+            _kill(suspect)
+            return Finding.GONE if self._ended_here([suspect]) else Finding.UNREACHABLE
+        if processes.is_gone(suspect, self._here):
+            return Finding.GONE
+        if self.liveness is None:
+            return Finding.UNWATCHED
+        if self.liveness.watchdog.alive:
+            return Finding.ALIVE
+        return self._look(suspect, self.liveness)
+
+    def _look(self, suspect: ProcessIdentity, liveness: Liveness) -> Finding:
+        """Without a watchdog: whether the suspect's loop turns, or waits in MPI as it may."""
+        slot = liveness.slots[suspect.member]
+        before, deadline = slot.beats, time.monotonic() + _STANDS_STILL_SECONDS
+        while time.monotonic() < deadline:
+            if slot.beats != before:
+                return Finding.ALIVE
+            time.sleep(10 * _LOOK_SECONDS)
+        stat = processes.read_stat(suspect.pid)
+        stopped = stat is not None and stat.state == "T"
+        may_wait = slot.blocked_since_seconds and not stopped
+        return Finding.ALIVE if may_wait else Finding.STANDS_STILL
+
+    def _ask(self, suspect: ProcessIdentity, kill: bool, seconds: float) -> Finding | None:
+        address = self.addresses.get(suspect.node, ("", 0))
+        if not address[1] or seconds <= 0:
+            return None
+        request = (
+            Fence(suspect.member, self.epoch, f"left out in epoch {self.epoch}")
+            if kill
+            else Inquire(suspect.member)
+        )
+        answer = inquiries.ask(address, self.token, request, seconds)
+        if answer is None or answer.state is State.UNKNOWN:
+            return None
+        if answer.state is State.GONE:
+            self.details[suspect.member] = answer.detail
+            return Finding.GONE
+        if kill:  # nobody can say that one which outlived a fence will not come back
+            return Finding.UNREACHABLE
+        return Finding.STANDS_STILL if answer.state is State.STOPPED else Finding.ALIVE
+
+
+def _kill(identity: ProcessIdentity) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        handle = ProcessHandle(identity.pid, identity.start_time)
+        handle.kill()
+        handle.close()
