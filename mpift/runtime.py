@@ -105,6 +105,7 @@ class Runtime:
         fencing = self._service.fencing
         fencing.token, fencing.liveness = token, self._node.liveness
         fencing.addresses = introduction.watchdog_addresses(here.node, self._node.address, exchange)
+        self._node.all_have_met()
         probe = self._probe = HostProbe(
             Path(self.config.checkpoint_directory),
             self.config.link_bytes_per_second or None,

@@ -130,6 +130,7 @@ def _checked_settings(ranks: int, chaos: str | None, min_np: int | None) -> Mapp
     """What goes to the ranks as ``MPIFT_`` variables, refused here rather than by each rank."""
     import os
 
+    from mpift.config import Config
     from mpift.core import chaos as grammar
 
     settings = {}
@@ -141,4 +142,5 @@ def _checked_settings(ranks: int, chaos: str | None, min_np: int | None) -> Mapp
         if min_np > ranks:
             raise typer.BadParameter(f"--min-np {min_np} is more than the {ranks} ranks to start")
         settings["MPIFT_MIN_SIZE"] = str(min_np)
+    Config.load({**os.environ, **settings})  # what is wrong with the others is better said now
     return settings

@@ -5,14 +5,16 @@ One ``Suspicion`` is what one rank knows. The rules:
 * A rank tells its suspects to the *coordinator*. Where that is a suspect itself, the next in line
   stands in for it: the first of each other node in view order, then the rest.
 * The one that coordinates acts on a member once it suspects it too and one more observer of this
-  epoch does. In a view of two there is no further observer: there the kernel of the suspect's node
-  has to say that it stands still.
+  epoch does. A word counts until the second tick after it: what still holds is said again. One that
+  finds everybody silent, or all its stand-ins, has no further observer, as in a view of two: it
+  asks, but the kernel of the suspect's node has to say that it stands still.
 * First the suspect's node is asked. Its watchdog has the last word on processes that it can see:
   one that it vouches for is asked about again at each tick, and killed only once its silence has
   passed the limit for good. Where no watchdog vouches, the suspect is killed by whoever can.
 * A member is left out only after the operating system has said that it is gone (``Rebuild``).
-* Where nobody on the suspect's node answers, nobody can tell death from a cut: the majority rule
-  of ``membership`` decides which part may be started again, and all parts end.
+* Where nobody on the suspect's node answers, nobody can tell death from a cut. Every other node is
+  asked then, so that a cut is seen whole, and the majority rule of ``membership`` decides which
+  part may be started again; all parts end.
 * Whatever is stamped with another epoch is dropped.
 
 The machine is a frozen value: ``handle`` returns the next state and the instructions to carry out.
@@ -21,15 +23,16 @@ The machine is a frozen value: ``handle`` returns the next state and the instruc
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mpift.core.membership import Outcome, View, judge
 from mpift.errors import ExitCode
 
-# Stand-ins that are tried one after the other, each for a timeout, before a rank gives up.
+# Stand-ins that are tried one after the other, each for a timeout, before a rank asks by itself.
 STAND_INS_MAX = 3
+# A word counts this long: who says it says it again at each tick, for as long as it holds.
+WORD_TICKS = 2
 
 # -- events ------------------------------------------------------------------------------------
 
@@ -165,36 +168,40 @@ class Suspicion:
     suspects: frozenset[int] = frozenset()
     for_good: frozenset[int] = frozenset()  # suspects whom no word of their node excuses
     condemned: frozenset[int] = frozenset()
-    told: tuple[tuple[int, frozenset[int]], ...] = ()  # (observer, its suspects), by observer
+    # (observer, its suspects, ticks since), by observer
+    told: tuple[tuple[int, frozenset[int], int], ...] = ()
     still: frozenset[int] = frozenset()  # seen by their kernel to stand still
     examining: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
+    away: frozenset[int] = frozenset()  # members of nodes where nobody answers
+    unasked: frozenset[int] = frozenset()  # nodes to ask before that is judged
     stopped: bool = False
 
     def handle(self, event: Event) -> tuple[Suspicion, tuple[Instruction, ...]]:
         """The state after ``event``, and what to do, in order."""
-        if isinstance(event, Installed):
-            return Suspicion(self.member, event.view, event.nodes), ()
         if self.stopped or self._is_stale(event):
             return self, ()
         match event:
+            case Installed(view, nodes):
+                return type(self)(self.member, view, nodes), ()
             case Missed(_, member, for_good):
                 good = self.for_good | ({member} if for_good else set())
                 state = replace(self, suspects=self.suspects | {member}, for_good=good)
                 return state._changed(self)
             case Heard(_, member):
-                rest, good = self.suspects - {member}, self.for_good - {member}
-                state = replace(self, suspects=rest, for_good=good, still=self.still - {member})
-                return state._changed(self)
+                return self._without(member)._changed(self)
             case Told(_, observer, suspects):
-                others = {o: s for o, s in self.told if o != observer} | {observer: suspects}
-                return replace(self, told=tuple(sorted(others.items())))._act()
+                others = [word for word in self.told if word[0] != observer]
+                told = sorted([*others, (observer, suspects, 0)], key=lambda word: word[0])
+                return replace(self, told=tuple(told))._act()
             case Condemned(_, member):
                 return replace(self, condemned=self.condemned | {member})._act()
             case Examined(_, member, finding):
                 return self._learn(member, finding)
             case Tick():
-                return self._changed(None)
+                state, instructions = self._changed(None)
+                aged = tuple((o, s, age + 1) for o, s, age in state.told if age + 1 < WORD_TICKS)
+                return replace(state, told=aged), instructions
             case Ended(code, reason):
                 return replace(self, stopped=True), (Stop(code, reason),)
         raise TypeError(f"not an event of suspicion: {event!r}")
@@ -227,44 +234,54 @@ class Suspicion:
         return next(m for m in self.line if m not in self.suspects)
 
     @property
+    def heads(self) -> tuple[int, ...]:
+        """The coordinator last, after all that it stands in for."""
+        coordinator = self.coordinator
+        if coordinator == self.view.coordinator:
+            return (coordinator,)
+        return self.line[: self.line.index(coordinator) + 1]
+
+    @property
     def _counted(self) -> frozenset[int]:
         """Suspects of this rank whom somebody else finds silent too."""
-        seconds = frozenset().union(*(s for o, s in self.told if o not in self.suspects))
+        seconds = frozenset().union(*(s for o, s, _ in self.told if o not in self.suspects))
         return self.suspects & (seconds | self.still)
+
+    def _is_alone_with(self, member: int) -> bool:
+        """Whether nobody is left who could say of ``member`` what this rank says."""
+        silent = self.suspects | self.gone | {self.member, member}
+        if len(silent) == self.view.size or self.coordinator == self.view.coordinator:
+            return len(silent) == self.view.size
+        return self.line.index(self.coordinator) > STAND_INS_MAX
 
     # -- what follows ------------------------------------------------------------------------------
 
     def _changed(self, before: Suspicion | None) -> tuple[Suspicion, tuple[Instruction, ...]]:
         """After a change of this rank's own suspects since ``before``, or at a tick (None)."""
-        coordinator = self.coordinator
-        silent = []
-        if coordinator != self.view.coordinator:
-            silent = list(itertools.takewhile(lambda m: m != coordinator, self.line))
-        if len(silent) > STAND_INS_MAX:
-            return self._stop(f"members {_words(silent)} have been silent one after the other")
         tells: tuple[Instruction, ...] = ()
         told_before = before is not None and before.suspects == self.suspects
         had_any = before is not None and bool(before.suspects)
-        if coordinator != self.member and not told_before and (self.suspects or had_any):
-            tells = (Tell(coordinator, self.suspects),)
+        if self.coordinator != self.member and not told_before and (self.suspects or had_any):
+            tells = (Tell(self.coordinator, self.suspects),)
         state, instructions = self._act()
         return state, (*tells, *instructions)
 
     def _act(self) -> tuple[Suspicion, tuple[Instruction, ...]]:
         """Examine whoever has to be, if this rank decides."""
-        if self.coordinator != self.member:
-            return self, ()
-        open_ = self.suspects | self.condemned
-        due = open_ - self.examining - self.gone
-        examine: list[Instruction] = []
-        for member in sorted(due):
-            kill = member in self.condemned or (
-                member in self._counted and member in self.for_good | self.still
-            )
-            if kill or member in self._counted or self.view.size == 2:
-                examine.append(Examine(self.view.epoch, member, kill))
-        asked = frozenset(e.member for e in examine if isinstance(e, Examine))
-        return replace(self, examining=self.examining | asked), tuple(examine)
+        there = self._by_node(self.gone | self.away) if self.unasked else []
+        one_of = {node: m for m, node in there if node in self.unasked}
+        if self.away and not one_of and not self.examining:
+            return self._judge()
+        decides = self.coordinator == self.member
+        due = kill = frozenset[int]()
+        if decides:
+            kill = self._counted & (self.for_good | self.still) | self.condemned
+            due = kill | self._counted
+        due |= {m for m in self.suspects if self._is_alone_with(m)} | set(one_of.values())
+        due -= self.examining | self.gone | self.away
+        examine = tuple(Examine(self.view.epoch, m, m in kill) for m in sorted(due))
+        unasked = frozenset(node for node, m in one_of.items() if m not in due)
+        return replace(self, examining=self.examining | due, unasked=unasked), examine
 
     def _learn(self, member: int, finding: Finding) -> tuple[Suspicion, tuple[Instruction, ...]]:
         state = replace(self, examining=self.examining - {member})
@@ -275,30 +292,59 @@ class Suspicion:
             case Finding.ALIVE:
                 return replace(state, still=state.still - {member}), ()
             case Finding.STANDS_STILL:
-                return replace(state, still=state.still | {member})._act()
+                # Not if it was heard since: that says nothing of its next silence.
+                state = replace(state, still=state.still | ({member} & state.suspects))
             case Finding.UNWATCHED:
-                if member in state._counted:
-                    return replace(state, for_good=state.for_good | {member})._act()
-                return state, ()
+                if member not in state._counted:
+                    return state, ()
+                state = replace(state, for_good=state.for_good | {member})
             case Finding.UNREACHABLE:
-                if member in state.suspects | state.condemned:
-                    return state._cut_off(member)
-                return state, ()
+                if not state.away and member not in state.suspects | state.condemned:
+                    return state, ()
+                state = state._cut_off(member)
+        return state._act()
 
-    def _cut_off(self, member: int) -> tuple[Suspicion, tuple[Instruction, ...]]:
-        """Nobody on the suspect's node answers: this part of the job ends, one way or the other."""
-        members = self.view.members
-        node = self.nodes[members.index(member)]
-        there = {m for m, n in zip(members, self.nodes, strict=True) if n == node}
-        reachable = set(members) - self.suspects - self.condemned - there
+    def _by_node(self, without: frozenset[int]) -> list[tuple[int, int]]:
+        """(member, its node), the first of each node last."""
+        pairs = zip(self.view.members, self.nodes, strict=True)
+        return [(m, node) for m, node in pairs if m not in without][::-1]
+
+    def _with(self, member: int) -> frozenset[int]:
+        """All members on the node of ``member``."""
+        node = self.nodes[self.view.rank_of(member)]
+        return frozenset(m for m, other in self._by_node(frozenset()) if other == node)
+
+    def _without(self, member: int) -> Suspicion:
+        """``member`` was heard: nothing that was held against it counts any more."""
+        away = self.away - self._with(member)
+        return replace(
+            self,
+            suspects=self.suspects - {member},
+            for_good=self.for_good - {member},
+            still=self.still - {member},
+            away=away,
+            unasked=self.unasked if away else frozenset(),
+        )
+
+    def _cut_off(self, member: int) -> Suspicion:
+        """Nobody on the suspect's node answers: all other nodes have to, or they are away too."""
+        away = self.away | self._with(member)
+        unasked = self.unasked
+        if not self.away:
+            unasked = frozenset(n for _, n in self._by_node(away | self._with(self.member)))
+        return replace(self, away=away, unasked=unasked)
+
+    def _judge(self) -> tuple[Suspicion, tuple[Instruction, ...]]:
+        """All nodes were asked: this part of the job ends, one way or the other."""
+        reachable = set(self.view.members) - self.suspects - self.condemned - self.away - self.gone
         verdict = judge(self.view, reachable, self.gone, 1)
-        where = f"member {member} is silent, and nobody on its node answers"
+        where = f"nobody answers on the nodes of members {_words(self.away)}"
         if verdict.outcome is not Outcome.GO_ON:
             return self._stop(f"{where}: {verdict.reason}")
         many = f"{len(reachable)} of {self.view.size} members"
         return self._stop(
             f"{where}; the {many} on this side may go on, but MPI cannot leave out processes that"
-            " may be alive: start the job again without that node",
+            " may be alive: start the job again without those nodes",
             ExitCode.RESTARTS_EXHAUSTED,
         )
 

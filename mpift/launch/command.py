@@ -26,7 +26,7 @@ FORWARDED = (
     "OMP_NUM_THREADS",
 )
 # Of this process alone: a launch from inside a rank must not hand them down.
-_OWN = ("MPIFT_EVENT_FD", "MPIFT_LAUNCHED")
+_OWN = ("MPIFT_EVENT_FD", "MPIFT_LAUNCHED", "MPIFT_JOB_TOKEN")
 
 # Measured: the hierarchical collectives are not fault tolerant and slow a rebuild down 3 to 4
 # times; TCP puts of a dead peer wedge survivors, sends don't.

@@ -30,6 +30,7 @@ from typing import NoReturn
 
 from mpift.core import events
 from mpift.launch.streams import EVENT_MARK
+from mpift.transport import segments
 
 EVENT_FD_VARIABLE = "MPIFT_EVENT_FD"
 LAUNCHED_VARIABLE = "MPIFT_LAUNCHED"
@@ -72,8 +73,9 @@ def main(command: list[str]) -> NoReturn:
 
 
 def _die_with_launcher() -> None:
+    global _launcher
     signal.signal(_LAUNCHER_GONE, lambda *_: _end_group())
-    launcher = os.getppid()
+    launcher = _launcher = os.getppid()
     _libc.prctl(_PR_SET_PDEATHSIG, int(_LAUNCHER_GONE), 0, 0, 0)
     # The launcher may have gone before that call, or even before the one above.
     adopted = launcher == 1 and "PMIX_RANK" in os.environ and _name_of(1) not in _LAUNCHERS
@@ -101,7 +103,7 @@ def _prepare_signals() -> int:
     return wakeup
 
 
-_child = 0
+_launcher = _child = 0
 
 
 def _outlive(number: int, _: object) -> None:
@@ -209,6 +211,8 @@ def _forward(record: bytes) -> None:
 
 def _end_group() -> NoReturn:
     """End this rank in the way that MPI notices, with all that it started."""
+    if os.getppid() != _launcher:  # nobody is left who would clean up after it
+        segments.remove(segments.of_group(os.getpgrp()))
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     if _child:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -29,13 +30,19 @@ def subscriber(environment: Mapping[str, str] = os.environ) -> Callable[[events.
 
 def warn(text: str) -> None:
     """One line of warning on stderr."""
-    print(f"mpift: warning: {text}", file=sys.stderr, flush=True)
+    _print(f"mpift: warning: {text}")
 
 
 def _print_in_words(event: events.Event) -> None:
     words = in_words(event)
     if words:
-        print(f"mpift: {words}", file=sys.stderr, flush=True)
+        _print(f"mpift: {words}")
+
+
+def _print(line: str) -> None:
+    # Once the launcher is gone nobody reads it, and nothing may fail for that.
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def in_words(event: events.Event) -> str | None:

@@ -53,7 +53,7 @@ class Report(Generic[State]):
 def explore(
     model: Model[State], max_states: int = 2_000_000, must_end: bool = False
 ) -> Report[State]:
-    """Visit every reachable state of ``model`` once.
+    """Visit every reachable state of ``model`` once; with ``must_end`` look for traps after that.
 
     Stops at the first violation. Raises ``OverflowError`` when more than ``max_states`` states
     are reachable: an exploration that was cut short proves nothing and must not look green.

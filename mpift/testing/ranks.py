@@ -37,8 +37,8 @@ _ROOT_VARIABLES = (
 
 # What a rank on another node needs of this environment; a login there brings none of it.
 _FORWARDED = ("PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", TOKEN_VARIABLE)
-# Seconds. Ranks whose launcher is gone notice it within one, and then have to end; the watchdog of a
-# node that lost ranks answers the other nodes for five more.
+# Seconds. Ranks whose launcher is gone notice it within one, and then have to end; the watchdog of
+# a node that lost ranks answers the other nodes for five more.
 _LINGER_SECONDS = 8.0
 _END_SECONDS = 10.0
 # As many ranks as were asked for may never be seen together: the first may have ended before the

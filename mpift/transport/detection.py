@@ -72,7 +72,7 @@ class Detection:
                 packet=self._packet,
                 missed=self._missed,
                 heard=self.evictions.heard,
-                coordinator=lambda: self.evictions.coordinator,
+                heads=lambda: self.evictions.heads,
                 impairment=hooks.impairment,
             ),
         )

@@ -74,6 +74,11 @@ class Evictions:
         """The member that this rank takes for the coordinator."""
         return self._machine.coordinator
 
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The coordinator last, after all that it stands in for."""
+        return self._machine.heads
+
     def missed(self, member: int, for_good: bool) -> None:
         """The heartbeat finds a peer overdue."""
         known = self._machine.for_good if for_good else self._machine.suspects
@@ -126,7 +131,8 @@ class Evictions:
                 self._learn(self._machine.view.epoch, member, Finding.UNREACHABLE)
         if now > self._tick_due:
             self._tick_due = now + self._config.heartbeat_interval
-            if self._machine.suspects or self._machine.condemned:
+            machine = self._machine
+            if machine.suspects or machine.condemned or machine.told:
                 self._feed(Tick())
 
     # -- instructions ------------------------------------------------------------------------------
@@ -147,8 +153,12 @@ class Evictions:
                     self._stop(instruction)
 
     def _stop(self, stop: Stop) -> None:
+        # Whoever may be on another side decides for itself.
+        machine = self._machine
+        others = set(machine.view.members) - machine.suspects - machine.away
         told = threading.Event()
-        self._service.tell_all(Kind.END, f"{stop.code} {stop.reason}", told)
+        text = f"{stop.code} {stop.reason}"
+        self._service.mailbox.send(Kind.END, text, sorted(others), told)
         self._ending = (time.monotonic() + _END_SECONDS, stop, told)
 
     def _examine(self, epoch: int, member: int, kill: bool) -> None:
@@ -166,13 +176,13 @@ class Evictions:
             self._learn(epoch, member, finding)
             return
         identities, machine = self._service.world.identities, self._machine
-        neighbours = [
+        there = [
             m
             for m in machine.view.members
-            if identities[m].node == identities[member].node
-            and m != member
-            and m not in machine.suspects
+            if identities[m].node == identities[member].node and (m != member or not kill)
         ]
+        # One that is heard answers soonest; where nobody is, this rank may be the deaf one.
+        neighbours = sorted(there, key=lambda m: (m in machine.suspects, m == member))
         if epoch != machine.view.epoch or not neighbours:
             self._learn(epoch, member, Finding.UNREACHABLE)
             return
@@ -181,7 +191,8 @@ class Evictions:
 
     def _learn(self, epoch: int, member: int, finding: Finding) -> None:
         patience = self._config.heartbeat_timeout
-        if finding is Finding.UNREACHABLE and self._silence(member) < patience:
+        suspected = member in self._machine.suspects
+        if finding is Finding.UNREACHABLE and suspected and self._silence(member) < patience:
             # Its node may just be slow: it is asked again before the whole job is given up.
             finding = Finding.ALIVE
         self._feed(Examined(epoch, member, finding))

@@ -63,8 +63,8 @@ class Hooks:
     missed: Callable[[int, bool], None]
     # (member): a peer that was overdue is heard again
     heard: Callable[[int], None]
-    # the member that this rank takes for the coordinator
-    coordinator: Callable[[], int]
+    # the member that this rank takes for the coordinator, after those that it stands in for
+    heads: Callable[[], tuple[int, ...]]
     # (step): what the fault schedule does at this step
     impairment: Callable[[int], Impairment]
 
@@ -153,7 +153,8 @@ class Heartbeat:
         packet = self._hooks.packet(self._sequence)
         self._sequence += 1
         subscribers = {m for m, until in self._subscribers.items() if until > now}
-        targets = {*self._observers, self._hooks.coordinator(), *subscribers} - {world.member}
+        # Those that are stood in for too: one that comes back has to hear of it.
+        targets = {*self._observers, *self._hooks.heads(), *subscribers} - {world.member}
         impairment = self._hooks.impairment(packet.step)
         pending = {member for member, _ in self._outbox}
         for member in targets & set(world.view.members):
@@ -207,10 +208,10 @@ class Heartbeat:
 
     def _watch_whom_it_has_to(self, now: float) -> None:
         """Its predecessors in the ring and the coordinator; everybody, if that is this rank."""
-        coordinator = self._hooks.coordinator()
+        heads = self._hooks.heads()
         world, config = self._world, self._config
-        wanted = {*self._observed, coordinator}
-        if coordinator == world.member:
+        wanted = {*self._observed, *heads}
+        if heads[-1] == world.member:
             wanted |= set(world.view.members)
         wanted -= {world.member}
         for member in set(self._detectors) - wanted:

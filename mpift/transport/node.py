@@ -63,6 +63,11 @@ class Node:
             time.sleep(_LOOK_SECONDS)
         return self.liveness.watchdog.port
 
+    def all_have_met(self) -> None:
+        """All ranks of the node have mapped the file: without a watchdog nobody else will."""
+        if self._keeper is None:
+            self.liveness.unlink()
+
     def care(self) -> None:
         """To be called twice a second: keep the watchdog running."""
         if self._keeper is None:

@@ -6,6 +6,7 @@ Under ULFM that is never called, since it would wait for the dead; so who leaves
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 _MARK = "/sm_segment."  # FOLDER/sm_segment.HOST.USER.JOB.RANK, of the transport between neighbours
@@ -17,6 +18,15 @@ def of_process(pid: int | str = "self") -> str:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if _MARK in line:
                 return line.split(maxsplit=5)[-1].removesuffix(" (deleted)").rpartition(".")[0]
+    return ""
+
+
+def of_group(group: int) -> str:
+    """The same for whichever process of a process group has some."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(folder.name)) == group and (found := of_process(folder.name)):
+                return found
     return ""
 
 

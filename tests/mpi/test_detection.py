@@ -144,11 +144,8 @@ def test_a_reset_connection_between_live_ranks_lets_nobody_train_on_alone() -> N
             environment={"MPIFT_CHAOS": "reset:1@20"},
             mpi_arguments=TCP,
         )
-        alone = [found for found in outcome.results.values() if len(found["members"]) == 1]
-        assert not alone, str(outcome)
-        assert not outcome.timed_out, str(outcome)
-        members = {tuple(found["members"]) for found in outcome.results.values()}
-        assert len(members) <= 1, str(outcome)
+        # Open MPI may abort an end of the cut; whoever goes on does so with all that live.
+        survivors(outcome)
 
 
 def test_a_stalled_rank_is_named_once_with_the_place_where_it_is() -> None:

@@ -16,7 +16,7 @@ def test_the_others_go_on_when_one_rank_ends(how: str) -> None:
         assert all(result["size"] == 2 for result in outcome.results.values())
         assert outcome.stderr.count("mpift: member 1 (") == 1
     if how == "raise":
-        assert outcome.stderr.count("ValueError: a fault of the script") == 2
+        assert outcome.stderr.count("ValueError: a fault of the script") == 3
         assert "Traceback" in outcome.stderr
 
 

@@ -229,7 +229,7 @@ def test_a_rebuild_that_takes_too_long_is_given_up_with_a_named_reason(tmp_path:
         200,
         10_000,
         str(started),
-        environment={"MPIFT_REBUILD_TIMEOUT": "2"},
+        environment={"MPIFT_REBUILD_TIMEOUT": "2", "MPIFT_WATCHDOG": "0"},
         during=stop_and_kill,
     )
     # The one that was stopped finds itself alone, and all others confirmed dead.
