@@ -67,7 +67,7 @@ class Suspected(Event):
     """A member has not been heard for longer than the emitter's detector allows."""
 
     suspect: int
-    host: str
+    suspect_host: str
     silent_seconds: float
 
 

@@ -233,6 +233,13 @@ class Story:
         missing = (n for n, m in self.members.items() if m.ended and not m.started)
         return next(missing, None) if waiting else None
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the coordinator of the newest view has stopped: all that it reaches do then, and
+        of ranks behind a cut no end will ever be heard."""
+        newest = self._views[max(self._views)].members if self._views else tuple(self.members)
+        return bool(newest) and self.member(min(newest)).stopped is not None
+
     # -- what it adds up to --------------------------------------------------------------------
 
     def recoveries(self) -> list[Recovery]:

@@ -242,7 +242,7 @@ class Supervisor:
         all_ended = all(member.ended for member in story.members.values())
         if story.aborted is not None:
             self._end_at = min(self._end_at, now + ABORTED_SECONDS)
-        elif story.stop is not None:
+        elif story.stop is not None or story.given_up:
             self._end_at = min(self._end_at, now + STOPPED_SECONDS)
         elif all_ended:
             self._end_at = min(self._end_at, now + ALL_ENDED_SECONDS)

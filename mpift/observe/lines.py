@@ -59,7 +59,7 @@ def in_words(event: events.Event) -> str | None:
             gone = ", ".join(map(str, lost)) + (f" ({'; '.join(words)})" if words else "")
             ranks = "rank goes" if len(members) == 1 else "ranks go"
             return f"lost member {gone}; {len(members)} {ranks} on (rebuilt in {seconds:.3f} s)"
-        case events.Suspected(suspect=suspect, host=host, silent_seconds=seconds):
+        case events.Suspected(suspect=suspect, suspect_host=host, silent_seconds=seconds):
             return f"rank {suspect} on {host} has not been heard for {seconds:.1f} s"
         case events.Evicted(evicted=evicted, reason=reason):
             return f"rank {evicted} is evicted: it {reason}"

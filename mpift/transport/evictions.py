@@ -118,7 +118,9 @@ class Evictions:
         pass
 
     def fault(self) -> None:
-        pass
+        # The others have ended already: a rebuild would wait for those that nobody can reach.
+        if self._ending is not None:
+            self._end(self._ending[1].code, self._ending[1].reason)
 
     def turn(self, now: float) -> None:
         if self._ending is not None:

@@ -196,6 +196,91 @@ def test_a_cut_of_half_a_second_is_waited_out_by_all(
         assert (tmp_path / f"words-{member}").read_text() == ""
 
 
+# Beats so often that a test needs no minute; the proportions are those of the presets.
+QUICK = {
+    "MPIFT_HEARTBEAT_INTERVAL": "0.3",
+    "MPIFT_HEARTBEAT_TIMEOUT": "2",
+    "MPIFT_FENCE_TIMEOUT": "1",
+}
+
+
+def words_of(folder: Path) -> dict[int, str]:
+    """What each rank said."""
+    return {int(p.name.removeprefix("words-")): p.read_text() for p in folder.glob("words-*")}
+
+
+@pytest.mark.parametrize(
+    ("node", "watchdog"),
+    [
+        ("node3", "1"),
+        ("node1", "0"),
+        pytest.param("node1", "1", marks=pytest.mark.long),
+        pytest.param("node3", "0", marks=pytest.mark.long),
+    ],
+)
+def test_a_cut_ends_both_sides_and_the_minority_says_that_it_is_one(
+    cluster: VirtualCluster, tmp_path: Path, node: str, watchdog: str
+) -> None:
+    minority = (4, 5) if node == "node3" else (0, 1)
+
+    def cut_for_good(ranks: list[psutil.Process]) -> None:
+        wait_until((tmp_path / "size-6").exists)
+        cluster.cut(node)
+        wait_until(lambda: all("gives up with code" in w for w in words_of(tmp_path).values()))
+        wait_until(lambda: not any(rank.is_running() for rank in ranks), 10)
+        cluster.heal(node)  # mpirun would wait for ever
+
+    outcome = cluster.run_ranks(
+        scenarios.reduce_and_keep_words,
+        str(tmp_path),
+        environment=QUICK | {"MPIFT_WATCHDOG": watchdog},
+        during=cut_for_good,
+        timeout_seconds=60,
+    )
+    assert outcome.results == {}, str(outcome)
+    for member, words in words_of(tmp_path).items():
+        code = 3 if member in minority else 4
+        assert f"gives up with code {code}: nobody answers on the nodes" in words, words
+        assert "lost member" not in words
+
+
+def test_a_rank_stopped_alone_on_its_node_is_fenced_from_another_one(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    def stop_one(ranks: list[psutil.Process]) -> None:
+        wait_until((tmp_path / "size-3").exists)
+        ranks[2].suspend()
+        wait_until((tmp_path / "size-2").exists)
+        (tmp_path / "stop").touch()
+
+    outcome = cluster.run_ranks(
+        scenarios.reduce_until_told,
+        str(tmp_path),
+        slots_a_node=1,
+        environment=QUICK,
+        during=stop_one,
+    )
+    assert sorted(outcome.results) == [0, 1], str(outcome)
+    assert "rank 2 on node3 has not been heard" in outcome.stderr
+
+
+def test_the_launcher_s_verdict_on_a_cut_is_that_the_job_has_to_be_started_again(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    def cut_for_good(_: list[psutil.Process]) -> None:
+        wait_until((tmp_path / "size-6").exists)
+        cluster.cut("node3")
+
+    outcome = cluster.launch(
+        *(scenarios.__file__, str(tmp_path)),
+        during=cut_for_good,
+        environment=QUICK,
+        timeout_seconds=60,
+    )
+    assert outcome.exit_code == 4, str(outcome)
+    assert "start the job again without those nodes" in outcome.stderr
+
+
 def test_a_lost_node_ends_the_job_on_all_nodes(cluster: VirtualCluster, tmp_path: Path) -> None:
     def kill_the_third(_: list[psutil.Process]) -> None:
         wait_until((tmp_path / "size-6").exists)
