@@ -133,7 +133,7 @@ class Config:
     # Shorter, since the kernel itself says that a rank is stopped; and only while another rank of
     # the node runs, since a stopped job is no fault.
     stop_timeout: float = _seconds(1.0, "watchdog", low=0.1)
-    # How long ranks may save when the launcher is gone: no orphan survives it.
+    # Ranks whose launcher is gone end by themselves; what is left after this long is killed.
     orphan_timeout: float = _seconds(30.0, "watchdog")
 
     # A wait for other ranks that lasts longer is warned about, once.
@@ -155,7 +155,7 @@ class Config:
     # High and light: a full link is what training is for.
     health_network_threshold: float = _share(0.95, low=0.01)
     health_network_weight: float = _share(0.1)
-    # The network share is relative to this; 0 asks the system, which knows no speed for virtual
+    # The network share is relative to this where the system knows no speed, as for virtual
     # links. Nodes may have different links, so ranks may differ.
     link_bytes_per_second: float = _setting(
         0.0, "health", unit="bytes/s", low=0.0, high=1e12, per_rank=True

@@ -120,9 +120,9 @@ def scale_tables(report: Report, nodes: int) -> Group:
     load = _numbers(
         f"heartbeats: {report.ranks_per_node} ranks a node, each with {report.observers} ring"
         " observers and the coordinator",
-        "sends: each rank; hears: the coordinator; bytes: those of the packets; of a core:"
+        "sends: each rank; both ways: the coordinator; bytes: those of the packets; of a core:"
         f" from costs measured in this run, {1e6 * report.costs.packet_seconds:.1f} µs a packet",
-        "nodes, ranks, sends / s, bytes / s, hears / s, kB / s, of a core, if told per node",
+        "nodes, ranks, sends / s, bytes / s, both ways / s, kB / s, of a core, if told per node",
     )
     times = _numbers(
         "after a rank hangs, seconds",

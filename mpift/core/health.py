@@ -123,8 +123,8 @@ class Health:
     observed_at: float = -math.inf
     # For the last samples: the worst band that each, raised by the margin, would allow.
     _ceilings: tuple[Band, ...] = field(default=(), repr=False)
-    # The metric with the highest load; empty where a device fault or nothing at all is known.
-    worst: str = ""
+    # Whether a capacity is near its limit, or the device has a fault: people should know.
+    is_serious: bool = False
 
     def observe(self, now: float, metrics: Metrics) -> Health:
         """The health after a sample taken at ``now`` (seconds); without any news, the same band."""
@@ -152,13 +152,9 @@ class Health:
             band_since=self.band_since if band == self.band else now,
             observed_at=now,
             _ceilings=ceilings,
-            worst="" if fault else max(loads, key=lambda name: loads[name]),
+            is_serious=bool(fault)
+            or any(load >= NEAR_FROM for n, load in loads.items() if self.limits[n].is_capacity),
         )
-
-    @property
-    def merely_busy(self) -> bool:
-        """Whether nothing but a rate is near its threshold or over it: nobody need be told."""
-        return self.worst in self.limits and not self.limits[self.worst].is_capacity
 
     @property
     def critical_seconds(self) -> float:

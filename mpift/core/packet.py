@@ -27,9 +27,9 @@ from mpift.errors import MpiftError
 MAGIC = b"mpHB"
 VERSION = 1
 
-# Magic, version, status, member, incarnation, epoch, sequence, step, timestamp, the five shares of
-# use, health.
-_BODY = struct.Struct("<4sHHIIIQQd5ff")
+# Magic, version, status, member, incarnation, epoch, sequence, step, rounds, timestamp, the five
+# shares of use, health.
+_BODY = struct.Struct("<4sHHIIIQQQd5ff")
 _VERSION = struct.Struct("<H")
 # Big-endian, unlike the rest: only behind its data with the high byte first does the remainder
 # catch every burst of up to 16 bits that reaches across the seam.
@@ -75,7 +75,8 @@ class Packet:
 
     ``incarnation`` tells processes of the same member apart; ``sequence`` counts the packets of an
     incarnation from 0. ``timestamp`` is the sender's clock in Unix seconds, for people: no decision
-    may rest on it. ``epoch`` is that of the sender's view. The five uses are shares from 0 to 1,
+    may rest on it. ``epoch`` is that of the sender's view; ``rounds`` counts what it has completed,
+    gradients and other operations alike. The five uses are shares from 0 to 1,
     ``health_score`` is not negative; each is None where unknown. They travel in single precision.
     """
 
@@ -86,6 +87,7 @@ class Packet:
     step: int
     timestamp: float
     status: Status
+    rounds: int = 0
     cpu: float | None = None
     memory: float | None = None
     disk: float | None = None
@@ -116,6 +118,7 @@ _INTEGERS = (
     ("epoch", 1 << 32),
     ("sequence", 1 << 64),
     ("step", 1 << 64),
+    ("rounds", 1 << 64),
 )
 _FLOAT32_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 _FRACTIONS = (
@@ -141,6 +144,7 @@ def encode_into(packet: Packet, buffer: bytearray) -> None:
         packet.epoch,
         packet.sequence,
         packet.step,
+        packet.rounds,
         packet.timestamp,
         _on_wire(packet.cpu),
         _on_wire(packet.memory),
@@ -173,7 +177,7 @@ def decode(data: bytes | bytearray | memoryview) -> Packet | Defect:
         return Defect.OLDER if version < VERSION else Defect.NEWER
     if len(view) != PACKET_BYTES:
         return Defect.SIZE
-    _, _, status, member, incarnation, epoch, sequence, step, timestamp, *shares = (
+    _, _, status, member, incarnation, epoch, sequence, step, rounds, timestamp, *shares = (
         _BODY.unpack_from(view)
     )
     cpu, memory, disk, network, accelerator, health_score = map(_from_wire, shares)
@@ -184,6 +188,7 @@ def decode(data: bytes | bytearray | memoryview) -> Packet | Defect:
             epoch=epoch,
             sequence=sequence,
             step=step,
+            rounds=rounds,
             timestamp=timestamp,
             status=Status(status),
             cpu=cpu,

@@ -1,8 +1,8 @@
 """Who is alive and makes no progress while others wait for it.
 
-A rank is *stalled* while its script waits for nobody, its step stands, and some other rank's script
-waits. Waiting ranks are never to blame; where all wait, they wait for each other in different
-places, which is told of all of them. Time is an argument.
+A rank is *stalled* while its script waits for nobody, completes nothing, and some other rank's
+script waits. Waiting ranks are never to blame; where all wait, they wait for each other in
+different places, which is told of all of them. Time is an argument.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a rank says of itself: the step that it is in, and whether its script waits."""
+    """What a rank says of itself: its step, whether its script waits, and all rounds completed."""
 
     step: int
     waiting: bool
+    rounds: int = 0
 
 
 @dataclass(frozen=True, slots=True)

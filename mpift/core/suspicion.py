@@ -27,7 +27,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mpift.core.membership import Outcome, View, judge
-from mpift.errors import ExitCode
 
 # Stand-ins that are tried one after the other, each for a timeout, before a rank asks by itself.
 STAND_INS_MAX = 3
@@ -106,9 +105,9 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The one that coordinates has ended this part of the job."""
+    """Somebody has ended this part of the job; see ``Stop``."""
 
-    code: int
+    may_restart: bool
     reason: str
 
 
@@ -143,9 +142,13 @@ class Rebuild:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Tell all others, then end this process with ``code``."""
+    """Tell all others on this side, then end this process: nobody here goes on in place.
 
-    code: int
+    ``may_restart``: this part is the majority, so the job may be started again from what it has.
+    At most one part of a view says so.
+    """
+
+    may_restart: bool
     reason: str
 
 
@@ -202,8 +205,8 @@ class Suspicion:
                 state, instructions = self._changed(None)
                 aged = tuple((o, s, age + 1) for o, s, age in state.told if age + 1 < WORD_TICKS)
                 return replace(state, told=aged), instructions
-            case Ended(code, reason):
-                return replace(self, stopped=True), (Stop(code, reason),)
+            case Ended(may_restart, reason):
+                return replace(self, stopped=True), (Stop(may_restart, reason),)
         raise TypeError(f"not an event of suspicion: {event!r}")
 
     def _is_stale(self, event: Event) -> bool:
@@ -299,8 +302,9 @@ class Suspicion:
                     return state, ()
                 state = replace(state, for_good=state.for_good | {member})
             case Finding.UNREACHABLE:
-                if not state.away and member not in state.suspects | state.condemned:
-                    return state, ()
+                if not state.away and member not in state.suspects:
+                    # Alive, as is heard, and out of reach: the job is worth more than its wish.
+                    return replace(state, condemned=state.condemned - {member}), ()
                 state = state._cut_off(member)
         return state._act()
 
@@ -339,19 +343,15 @@ class Suspicion:
         reachable = set(self.view.members) - self.suspects - self.condemned - self.away - self.gone
         verdict = judge(self.view, reachable, self.gone, 1)
         where = f"nobody answers on the nodes of members {_words(self.away)}"
-        if verdict.outcome is not Outcome.GO_ON:
-            return self._stop(f"{where}: {verdict.reason}")
-        many = f"{len(reachable)} of {self.view.size} members"
-        return self._stop(
-            f"{where}; the {many} on this side may go on, but MPI cannot leave out processes that"
-            " may be alive: start the job again without those nodes",
-            ExitCode.RESTARTS_EXHAUSTED,
-        )
-
-    def _stop(
-        self, reason: str, code: int = ExitCode.QUORUM_LOST
-    ) -> tuple[Suspicion, tuple[Instruction, ...]]:
-        return replace(self, stopped=True), (Stop(int(code), reason),)
+        may_restart = verdict.outcome is Outcome.GO_ON
+        why = verdict.reason
+        if may_restart:
+            why = (
+                f"the {len(reachable)} of {self.view.size} members on this side are the majority,"
+                " but MPI cannot leave out processes that may be alive: start the job again"
+                " without those nodes"
+            )
+        return replace(self, stopped=True), (Stop(may_restart, f"{where}: {why}"),)
 
 
 def _words(members: Iterable[int]) -> str:

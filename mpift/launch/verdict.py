@@ -9,8 +9,7 @@ what happened                                exit code
 the user or the system ended the launcher    128 + signal
 a rank stopped the job for a named reason    the code that it named
 a rank called MPI_Abort, or mpirun gave up   1
-nobody ended with 0                          1; 3 if the quorum was lost; 4 if the job has
-                                             to be started again without a node
+nobody ended with 0                          1, or 3 if the quorum was lost
 somebody did, all others too                 0
 somebody did, others failed                  0, with a warning for each; 1 if ``strict``
 ===========================================  =============================================
@@ -84,10 +83,8 @@ def _judge(
     real = [failure for failure in failures if not failure.injected]
     if len(failures) == len(story.members):
         stops = [member.stopped for member in story.members.values() if member.stopped]
-        codes = {stop.exit_code for stop in stops}
-        # A majority that could go on elsewhere says more than a minority that may not.
-        named = (ExitCode.RESTARTS_EXHAUSTED, ExitCode.QUORUM_LOST)
-        code = next((code for code in named if code in codes), ExitCode.SCRIPT_FAILED)
+        quorum_lost = any(stop.exit_code == ExitCode.QUORUM_LOST for stop in stops)
+        code = ExitCode.QUORUM_LOST if quorum_lost else ExitCode.SCRIPT_FAILED
         return code, _all_failed(failures, ending)
     if ending.mpirun_code:
         first = f"mpirun ended the job with code {ending.mpirun_code}"

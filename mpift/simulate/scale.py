@@ -3,7 +3,7 @@
 Three kinds of figures, told apart in the report:
 
 * *computed*: messages and bytes that the topology implies (every rank beats to its ring observers
-  and to the coordinator, of which only the coordinator's part grows);
+  and to the coordinator, which beats to every rank; only the coordinator's part grows);
 * *measured* here and now: the time to read a packet and feed its detector, and to look at a peer's
   silence, hence the share of a core that the coordinator spends; and *simulated* with it: the time
   from a hang to the decision (``decision``), in which a message waits at the coordinator as in an
@@ -68,8 +68,9 @@ class Rebuild:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """What the coordinator receives, and the share of one core that listening takes.
+    """What the coordinator receives and sends, and the share of one core that listening takes.
 
+    Sending costs a copy of one packet and what MPI takes, which is not in it.
     ``per_node_core_share``: if one rank a node told it of all its node in one packet. Nothing does
     so yet; it shows how far that would reach.
     """
@@ -209,10 +210,10 @@ def _point(
     interval: float = PRESETS[preset]["heartbeat_interval"]
     ranks = nodes * ranks_per_node
     watchers = min(observers, ranks - 2)
-    received = (ranks - 1) / interval
+    both_ways = 2 * (ranks - 1) / interval
     coordinator = Coordinator(
-        received,
-        received * PACKET_BYTES,
+        both_ways,
+        both_ways * PACKET_BYTES,
         costs.core_share(ranks - 1, interval),
         costs.core_share(nodes - 1, interval),
     )

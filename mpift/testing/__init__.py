@@ -1,1 +1,4 @@
-"""The test kit, shipped for users' own tests: state-space explorer, ranks under a real mpirun."""
+"""The test kit, shipped for users' own tests: ranks under a real mpirun (``ranks``), a virtual
+cluster of nodes that can be cut off and lost (``cluster``), and a state-space explorer
+(``explorer``).
+"""

@@ -73,6 +73,7 @@ class Detection:
                 missed=self._missed,
                 heard=self.evictions.heard,
                 heads=lambda: self.evictions.heads,
+                may_coordinate=lambda: self.evictions.may_coordinate,
                 impairment=hooks.impairment,
             ),
         )
@@ -106,6 +107,7 @@ class Detection:
             epoch=view.epoch,
             sequence=sequence,
             step=step,
+            rounds=service.progress,
             timestamp=time.time(),
             status=self._status(waits),
             cpu=metrics.cpu,
@@ -137,7 +139,7 @@ class Detection:
     def _observe_health(self, now: float, metrics: Metrics) -> None:
         self._health = self._health.observe(now, metrics)
         health = self._health
-        band = Band.HEALTHY if health.merely_busy else health.band
+        band = health.band if health.is_serious else Band.HEALTHY  # busy is nothing to tell
         if band is self._told_band:
             return
         self._told_band = band
@@ -164,7 +166,8 @@ class Detection:
 
     def _judge_stalls(self, now: float, packets: dict[int, Packet]) -> None:
         standings = {
-            m: Standing(p.step, bool(p.status & Status.WAITING)) for m, p in packets.items()
+            m: Standing(p.step, bool(p.status & Status.WAITING), p.rounds)
+            for m, p in packets.items()
         }
         for stall in self._stalls.observe(now, standings):
             if stall.evict and stall.member != self._service.world.member:
@@ -195,7 +198,8 @@ class Detection:
     def _condemn(self, member: int, reason: str) -> None:
         if member in self.evictions.condemned:
             return
-        self._hooks.emit(events.Evicted, member, reason)
+        identity = self._service.world.identities[member]
+        self._hooks.emit(events.Evicted, identity.launch_rank, reason)
         self.evictions.condemn(member)
 
     def _missed(self, member: int, for_good: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from mpift.config import Config
 from mpift.core.suspicion import (
+    STAND_INS_MAX,
     Condemned,
     Ended,
     Event,
@@ -30,7 +31,7 @@ from mpift.core.suspicion import (
     Tick,
     Told,
 )
-from mpift.errors import TransportError
+from mpift.errors import ExitCode, TransportError
 from mpift.transport.messages import Kind, Message
 from mpift.transport.service import Service
 from mpift.transport.world import World
@@ -58,6 +59,7 @@ class Evictions:
         self._silence = silence
         self._end = end
         self._machine = self._fresh(service.world)
+        self.may_coordinate = False  # whether others may take this rank for the coordinator
         self._asked: dict[int, float] = {}  # members asked about by message, and until when
         self._ending: tuple[float, Stop, threading.Event] | None = None
         self._tick_due = 0.0
@@ -108,6 +110,7 @@ class Evictions:
         self._asked.clear()
         self._service.fencing.epoch = world.view.epoch
         self._feed(Installed(fresh.view, fresh.nodes))
+        self.may_coordinate = world.member in self._machine.line[: 1 + STAND_INS_MAX]
 
     def _fresh(self, world: World) -> Suspicion:
         names = [world.identities[m].node for m in world.view.members]
@@ -120,13 +123,13 @@ class Evictions:
     def fault(self) -> None:
         # The others have ended already: a rebuild would wait for those that nobody can reach.
         if self._ending is not None:
-            self._end(self._ending[1].code, self._ending[1].reason)
+            self._end(ExitCode.QUORUM_LOST, self._ending[1].reason)
 
     def turn(self, now: float) -> None:
         if self._ending is not None:
             deadline, stop, told = self._ending
             if told.is_set() or now > deadline:
-                self._end(stop.code, stop.reason)
+                self._end(ExitCode.QUORUM_LOST, stop.reason)
         for member, deadline in list(self._asked.items()):
             if now > deadline:
                 del self._asked[member]
@@ -159,7 +162,7 @@ class Evictions:
         machine = self._machine
         others = set(machine.view.members) - machine.suspects - machine.away
         told = threading.Event()
-        text = f"{stop.code} {stop.reason}"
+        text = f"{int(stop.may_restart)} {stop.reason}"
         self._service.mailbox.send(Kind.END, text, sorted(others), told)
         self._ending = (time.monotonic() + _END_SECONDS, stop, told)
 
@@ -229,5 +232,5 @@ class Evictions:
             self._learn(message.epoch, int(member), Finding[name])
 
     def _take_end(self, message: Message) -> None:
-        code, _, reason = message.text.partition(" ")
-        self._feed(Ended(int(code), reason))
+        may_restart, _, reason = message.text.partition(" ")
+        self._feed(Ended(may_restart == "1", reason))

@@ -103,6 +103,7 @@ class Fencing:
         stat = processes.read_stat(suspect.pid)
         stopped = stat is not None and stat.state == "T"
         may_wait = slot.blocked_since_seconds and not stopped
+        may_wait = may_wait or any(processes.is_exempt(suspect.pid))
         return Finding.ALIVE if may_wait else Finding.STANDS_STILL
 
     def _ask(self, suspect: ProcessIdentity, kill: bool, seconds: float) -> Finding | None:

@@ -3,7 +3,7 @@
 A part of the service's loop: it never blocks, and goes on while the script computes, writes
 checkpoints or holds a lock. In each interval a rank sends a packet to its observers, which are the
 next ranks in the ring of the view (on other nodes where there are several), to the rank that it
-takes for the coordinator, and to whoever sends to it. So the coordinator hears everybody and
+takes for the coordinator, and to whoever takes it for that. So the coordinator hears everybody and
 everybody hears it, and the cost is constant for all other ranks.
 
 No packet is sent to a rank while the one before it is still on its way, so a peer that hangs costs
@@ -65,6 +65,8 @@ class Hooks:
     heard: Callable[[int], None]
     # the member that this rank takes for the coordinator, after those that it stands in for
     heads: Callable[[], tuple[int, ...]]
+    # whether others may take this rank for the coordinator
+    may_coordinate: Callable[[], bool]
     # (step): what the fault schedule does at this step
     impairment: Callable[[int], Impairment]
 
@@ -82,6 +84,7 @@ class Heartbeat:
         self._world: World
         self._inbox: Started
         self._outbox: list[tuple[int, Started]] = []
+        self._newest = bytearray(PACKET_BYTES)
         self._buffers: dict[int, bytearray] = {}
         self._quarantine: list[Started] = []
         self._observers: tuple[int, ...] = ()
@@ -151,6 +154,7 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         world = self._world
         packet = self._hooks.packet(self._sequence)
+        encode_into(packet, self._newest)
         self._sequence += 1
         subscribers = {m for m, until in self._subscribers.items() if until > now}
         # Those that are stood in for too: one that comes back has to hear of it.
@@ -161,11 +165,11 @@ class Heartbeat:
             if member in pending:
                 self.counts.skipped += 1
             elif self._random.random() >= impairment.drop:
-                self._send(member, packet, impairment.corrupt)
+                self._send(member, impairment.corrupt)
 
-    def _send(self, member: int, packet: Packet, corrupt: float) -> None:
+    def _send(self, member: int, corrupt: float) -> None:
         buffer = self._buffers.setdefault(member, bytearray(PACKET_BYTES))
-        encode_into(packet, buffer)
+        buffer[:] = self._newest
         if corrupt and self._random.random() < corrupt:
             buffer[self._random.randrange(PACKET_BYTES)] ^= 1 << self._random.randrange(8)
         world = self._world
@@ -196,8 +200,8 @@ class Heartbeat:
         self.counts.received += 1
         self.last[member] = packet
         now = time.monotonic()
-        patience = self._config.heartbeat_timeout
-        self._subscribers[member] = now + patience
+        if member not in self._observed or self._hooks.may_coordinate():
+            self._subscribers[member] = now + self._config.heartbeat_timeout
         if member in self._detectors:
             self._detectors[member].heard(now, packet.sequence)
         if member in self._overdue:

@@ -5,9 +5,9 @@ One line in, one line out, then the connection is closed::
     MAC NONCE STATE MEMBER            MAC WORD DETAIL
     MAC NONCE FENCE MEMBER EPOCH REASON
 
-The MAC is an HMAC-SHA256 keyed by the job's token, which itself never crosses the wire; that of the
-answer covers the request's nonce, so that neither an older answer nor whoever else got the port can
-declare a live rank gone. A request with a wrong MAC is closed without an answer.
+The MAC is an HMAC-SHA256 keyed by the job's token, which itself never crosses this connection; that
+of the answer covers the request's nonce, so that neither an older answer nor whoever else got the
+port can declare a live rank gone. A request with a wrong MAC is closed without an answer.
 
 Bounds: a request has ``REQUEST_BYTES_MAX`` bytes and ``_REQUEST_SECONDS``; ``_CONNECTIONS_MAX``
 connections at a time, of which the oldest without a whole request yields to a new one. The server

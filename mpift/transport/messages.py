@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
     EXAMINE = 3
     # The answer: member id and what was found.
     FINDING = 4
-    # "This part of the job ends": the exit code and the reason.
+    # "This part of the job ends": whether it may be started again (0 or 1), and the reason.
     END = 5
     # "All others wait for you": for how many seconds they have.
     STALLED = 6

@@ -72,6 +72,17 @@ def read_stat(pid: int) -> ProcessStat | None:
     )
 
 
+def is_exempt(pid: int) -> tuple[bool, bool]:
+    """Whether a process is traced by a debugger, and whether it dumps core; see proc(5)."""
+    try:
+        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return False, False
+    traced = b"\nTracerPid:\t" in text and b"\nTracerPid:\t0\n" not in text
+    return traced, b"\nCoreDumping:\t1\n" in text
+
+
 def identify(member: int, launch_rank: int = 0) -> ProcessIdentity:
     """The identity of the calling process."""
     pid = os.getpid()

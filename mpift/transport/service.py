@@ -184,6 +184,11 @@ class Service:
         return max((lane.rounds.completed for lane in self.lanes[1:]), default=0)
 
     @property
+    def progress(self) -> int:
+        """Rounds that this rank has completed in all lanes."""
+        return sum(lane.rounds.completed for lane in self.lanes)
+
+    @property
     def joined(self) -> bool:
         """Whether this rank has left its loops."""
         return self._joined
@@ -336,12 +341,11 @@ class Service:
         if verdict.outcome is not Outcome.GO_ON:
             # All that are left here decide the same, so nobody has to notice.
             self._hooks.give_up(ExitCode.QUORUM_LOST, verdict.reason, False)
-        progress = sum(lane.rounds.completed for lane in self.lanes)
-        if rebuilt.lost or planned or progress > self._progress:
+        if rebuilt.lost or planned or self.progress > self._progress:
             self._fruitless = 0
         else:
             self._fruitless += 1
-        self._progress = progress
+        self._progress = self.progress
         if self._fruitless >= _FRUITLESS_REBUILDS:
             self._hooks.give_up(
                 ExitCode.SCRIPT_FAILED,

@@ -201,7 +201,7 @@ class _Rank:
             return None
         orphaned = stat.parent != self.parent
         judged = orphaned or not moved
-        traced, dumping_core = _exemptions(handle.pid) if judged else (False, False)
+        traced, dumping_core = processes.is_exempt(handle.pid) if judged else (False, False)
         return _Look(stat.state, stat.cpu_seconds, traced, dumping_core, orphaned)
 
 
@@ -214,17 +214,6 @@ class _Look:
     traced: bool = False
     dumping_core: bool = False
     orphaned: bool = False
-
-
-def _exemptions(pid: int) -> tuple[bool, bool]:
-    """Whether a process is traced by a debugger, and whether it dumps core; see proc(5)."""
-    try:
-        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return False, False
-    traced = b"\nTracerPid:\t" in text and b"\nTracerPid:\t0\n" not in text
-    return traced, b"\nCoreDumping:\t1\n" in text
 
 
 class _Watchdog:
@@ -335,8 +324,10 @@ class _Watchdog:
         assert handle is not None
         stat = processes.read_stat(handle.pid)
         silent = self._judge.silent_seconds(member)
-        if stat is not None and stat.state in "Tt":
-            return Answer(State.STOPPED, "stopped, or held by a debugger")
+        if any(processes.is_exempt(handle.pid)):
+            return Answer(State.ALIVE, "held by a debugger, or dumping core")
+        if stat is not None and stat.state == "T":
+            return Answer(State.STOPPED, "stopped")
         if rank.slot.phase != Phase.RUNNING:
             return Answer(State.ALIVE, rank.slot.phase.name.lower())
         if rank.slot.blocked_since_seconds:

@@ -41,8 +41,9 @@ from mpift.core.suspicion import (
     Tick,
     Told,
 )
-from mpift.errors import ExitCode
 
+# How a member has ended: whether it said that its part of the job may be started again.
+NO_RESTART, RESTART = 1, 2
 # A word justifies a killing until the second tick of whoever was told.
 WORD_TICKS = 2
 
@@ -66,7 +67,7 @@ class Faults(NamedTuple):
 class World(NamedTuple):
     machines: tuple[int, ...]  # numbers of states, see SuspicionModel.states
     faults: Faults
-    codes: tuple[int, ...]  # with which a member has ended; 0: it has not
+    codes: tuple[int, ...]  # how a member has ended; 0: it has not
     hung: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
     known: frozenset[int] = frozenset()  # whose end MPI has told to everybody
@@ -199,7 +200,7 @@ class SuspicionModel:
         for to, code in world.ended:
             rest = world._replace(ended=world.ended - {(to, code)})
             if to in moving:
-                yield f"{to} is told to end", self._feed(rest, to, Ended(code, ""))
+                yield f"{to} is told to end", self._feed(rest, to, Ended(code == RESTART, ""))
             if world.faults.losses:
                 yield f"the word to {to} to end is lost", _spend(rest, "losses")
 
@@ -322,7 +323,8 @@ class SuspicionModel:
                 living = [m for m in gone if m not in world.dead and not world.codes[m]]
                 wrong = f"{living} are left out alive" if living else world.wrong
                 return world._replace(wrong=wrong)
-            case Stop(code, _):
+            case Stop(may_restart, _):
+                code = RESTART if may_restart else NO_RESTART
                 others = [m for m in view.members if m != member]
                 ended = {(m, code) for m in others if not self._apart(world, member, m)}
                 return world._replace(
@@ -406,10 +408,10 @@ class SuspicionModel:
         could go on."""
         members = self.states[world.machines[member]].view.members
         if not (world.cut or world.dead or self.faults.hangs or self.faults.cuts):
-            return f"{member} ends with code {code} although nothing is wrong"
+            return f"{member} ends although nothing is wrong"
         away = {m for m in members if self._apart(world, member, m)} - world.known
         here = {m for m in members if not self._apart(world, member, m)} - world.dead
-        if code == ExitCode.RESTARTS_EXHAUSTED and len(here) <= len(away):
+        if code == RESTART and len(here) <= len(away):
             return f"{member} ends as the larger part, with {len(here)} against {len(away)}"
         return ""
 

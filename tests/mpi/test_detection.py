@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -171,3 +173,33 @@ def test_ranks_with_different_settings_are_told_the_key_and_the_ranks() -> None:
         assert "bucket_bytes" in found["error"]
         assert "4096" in found["error"]
         assert "rank 1" in found["error"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_nobody_is_evicted_in_minutes_on_a_machine_that_others_load_too() -> None:
+    """Preset limits, two burning processes a core; each rank holds the lock for 2 s at times."""
+    burners = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
+    faults = ",".join(
+        f"gil:{member}@{step}:2"
+        for member in range(4)
+        for step in range(50 + 20 * member, 2000, 300)
+    )
+    try:
+        outcome = run_ranks(
+            4,
+            scenarios.go_on,
+            150.0,
+            environment={"MPIFT_CHAOS": faults},
+            timeout_seconds=300,
+        )
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert survivors(outcome) == [0, 1, 2, 3], str(outcome)
+    assert all(found["epoch"] == 0 for found in outcome.results.values())
+    assert "has not been heard" not in outcome.stderr

@@ -269,3 +269,12 @@ def test_limits_of_ones_own_replace_the_published_ones() -> None:
     own = Health(limits={"disk": Limit(threshold=0.5, weight=1.0, is_capacity=True)})
     assert settled(Metrics(cpu=1.0, disk=0.3), own).band is Band.HEALTHY
     assert settled(Metrics(cpu=1.0, disk=0.6), own).reason.startswith("disk 60 % over")
+
+
+def test_people_are_told_of_a_capacity_near_its_limit_and_not_of_a_busy_node() -> None:
+    busy = Health().observe(0.0, Metrics(cpu=1.0, memory=0.3, network=1.0))
+    assert busy.band > Band.HEALTHY
+    assert not busy.is_serious
+    full = Health().observe(0.0, Metrics(cpu=1.0, memory=0.94))
+    assert full.is_serious
+    assert Health().observe(0.0, Metrics(accelerator_fault="lost")).is_serious

@@ -48,6 +48,7 @@ PLAIN = Packet(
     epoch=2,
     sequence=1234,
     step=567,
+    rounds=890,
     timestamp=1.75e9,
     status=Status.TRAINING | Status.DEGRADED,
     cpu=0.5,
@@ -82,7 +83,8 @@ def test_the_layout_stays_what_it_is() -> None:
     assert encode(PLAIN) == bytes.fromhex(
         """
         6d704842 0100 0a00 03000000 01000000 02000000 d204000000000000 3702000000000000
-        00000060b813da41 0000003f 0000803e 0000c07f 0000c07f 0000c07f 0000c07f 8df0
+        7a03000000000000 00000060b813da41 0000003f 0000803e 0000c07f 0000c07f 0000c07f 0000c07f
+        838d
         """
     )
 
@@ -159,11 +161,11 @@ def test_other_versions_are_told_apart_whatever_their_length(extra_bytes: int) -
         (flipped(encode(PLAIN), 1 << 8 * (PACKET_BYTES - 5)), Defect.CORRUPT),  # the version
         (replaced(6, struct.pack("<H", 0x8000)), Defect.MALFORMED),  # a status that there is not
         (replaced(8, struct.pack("<i", -1)), Defect.MALFORMED),  # member
-        (replaced(36, struct.pack("<d", float("inf"))), Defect.MALFORMED),  # timestamp
-        (replaced(36, struct.pack("<d", -1.0)), Defect.MALFORMED),
-        (replaced(44, struct.pack("<f", 1.001)), Defect.MALFORMED),  # CPU use
-        (replaced(60, struct.pack("<f", -0.5)), Defect.MALFORMED),  # accelerator use
-        (replaced(64, struct.pack("<f", float("inf"))), Defect.MALFORMED),  # health
+        (replaced(44, struct.pack("<d", float("inf"))), Defect.MALFORMED),  # timestamp
+        (replaced(44, struct.pack("<d", -1.0)), Defect.MALFORMED),
+        (replaced(52, struct.pack("<f", 1.001)), Defect.MALFORMED),  # CPU use
+        (replaced(68, struct.pack("<f", -0.5)), Defect.MALFORMED),  # accelerator use
+        (replaced(72, struct.pack("<f", float("inf"))), Defect.MALFORMED),  # health
     ],
 )
 def test_each_defect_is_called_by_its_name(data: bytes, defect: Defect) -> None:

@@ -405,7 +405,7 @@ def test_only_the_coordinators_load_grows_with_the_cluster(monkeypatch: pytest.M
     for point in by_nodes.values():
         assert point.messages_per_rank_second == 4 / point.interval_seconds
         assert point.bytes_per_rank_second == PACKET_BYTES * point.messages_per_rank_second
-        expected = (4 * point.nodes - 1) / point.interval_seconds
+        expected = 2 * (4 * point.nodes - 1) / point.interval_seconds
         assert point.coordinator.messages_per_second == pytest.approx(expected)
         assert point.decision_seconds_p50 is not None
         assert point.told_per_node is (point.nodes == 100_000)

@@ -23,7 +23,6 @@ from mpift.core.suspicion import (
     Tick,
     Told,
 )
-from mpift.errors import ExitCode
 
 TWO_NODES_OF_2 = (0, 0, 1, 1)
 FOUR_NODES_OF_1 = (0, 1, 2, 3)
@@ -87,10 +86,10 @@ def answered(
     return [*rest, *machine.handle(Tick())[1]]
 
 
-def code_of(instructions: list[Instruction]) -> int:
+def may_restart(instructions: list[Instruction]) -> bool:
     (stop,) = instructions
     assert isinstance(stop, Stop), stop
-    return stop.code
+    return stop.may_restart
 
 
 # -- who is told -----------------------------------------------------------------------------------
@@ -263,30 +262,30 @@ def test_a_condemned_member_that_could_not_be_killed_is_tried_again_at_the_next_
 # -- cuts ------------------------------------------------------------------------------------------
 
 
-def test_the_larger_side_of_a_cut_ends_with_code_4_since_mpi_leaves_out_no_living_process() -> None:
+def test_the_larger_side_of_a_cut_ends_and_may_be_started_again() -> None:
     machine, instructions = after(rank(0), misses(3), told_by(1, 3))
     here = {1: Finding.UNWATCHED, 2: Finding.UNWATCHED, 3: Finding.UNREACHABLE}
-    assert code_of(answered(machine, instructions, here)) == ExitCode.RESTARTS_EXHAUSTED
+    assert may_restart(answered(machine, instructions, here))
 
 
-def test_the_smaller_side_of_a_cut_ends_with_code_3() -> None:
+def test_the_smaller_side_of_a_cut_ends_for_good() -> None:
     machine, instructions = after(rank(3), misses(0), misses(1), misses(2))
     away = dict.fromkeys((0, 1, 2), Finding.UNREACHABLE)
     stops = answered(machine, instructions, away)
-    assert code_of(stops[:1]) == ExitCode.QUORUM_LOST
+    assert not may_restart(stops[:1])
 
 
 def test_of_two_halves_none_calls_itself_the_larger() -> None:
     machine, instructions = after(rank(0, TWO_NODES_OF_2), misses(2), told_by(1, 2))
     away = dict.fromkeys((2, 3), Finding.UNREACHABLE)
-    assert code_of(answered(machine, instructions, away)) == ExitCode.QUORUM_LOST
+    assert not may_restart(answered(machine, instructions, away))
 
 
 def test_a_cut_is_seen_whole_before_it_is_judged() -> None:
     # Members 2 and 3 are cut off; the silence of 3 has not lasted long enough to be noticed.
     machine, instructions = after(rank(0), misses(2), told_by(1, 2))
     found = {1: Finding.UNWATCHED, 2: Finding.UNREACHABLE, 3: Finding.UNREACHABLE}
-    assert code_of(answered(machine, instructions, found)) == ExitCode.QUORUM_LOST
+    assert not may_restart(answered(machine, instructions, found))
 
 
 def test_nothing_is_judged_when_the_suspect_is_heard_while_the_other_nodes_are_asked() -> None:
@@ -303,16 +302,16 @@ def test_the_dead_are_no_part_of_a_side_even_if_a_late_beat_of_theirs_was_heard(
     machine, _ = after(three, misses(1), told_by(2, 1), finds(1, Finding.GONE), hears(1))
     machine, instructions = after(machine, misses(2))
     away = {2: Finding.UNREACHABLE}
-    assert code_of(answered(machine, instructions, away)) == ExitCode.QUORUM_LOST
+    assert not may_restart(answered(machine, instructions, away))
 
 
 # -- the end, and another view ---------------------------------------------------------------------
 
 
 def test_one_that_is_told_to_end_passes_it_on_and_ends_likewise() -> None:
-    machine, instructions = after(rank(2), Ended(4, "member 3 is silent"))
-    assert instructions == [Stop(4, "member 3 is silent")]
-    for event in (misses(0), Tick(), Ended(3, ""), Installed(View(1, (0, 1)), (0, 1))):
+    machine, instructions = after(rank(2), Ended(True, "member 3 is silent"))
+    assert instructions == [Stop(True, "member 3 is silent")]
+    for event in (misses(0), Tick(), Ended(False, ""), Installed(View(1, (0, 1)), (0, 1))):
         assert machine.handle(event) == (machine, ())
 
 
