@@ -52,7 +52,7 @@ demo: setup ## Train on 4 ranks, kill one, let one hang, and finish (about a min
 	@$(IN_VENV) $(BIN)/mpift run -np 4 --chaos kill:2@50,stop:1@150 --summary out/demo/summary.json \
 		$(BIN)/python examples/digits.py
 
-test: setup ## Run the tests (under 10 minutes)
+test: setup ## Run the tests (about 12 minutes)
 	@$(IN_VENV) $(BIN)/python -m pytest
 
 test-long: setup ## Run all tests, the slow and exhaustive ones included
