@@ -108,8 +108,9 @@ class Config:
     gather_seconds: float = _seconds(0.02, "rebuild", high=10.0)
     # How long a rebuild waits for the operating system to agree that a lost process is gone.
     fence_timeout: float = _seconds(2.0, "rebuild")
-    # A rebuild that takes longer is given up: the process ends and says so.
-    rebuild_timeout: float = _seconds(30.0, "rebuild", low=1.0)
+    # A rebuild that takes longer is given up: the process ends and says so. Longer than a watchdog
+    # bears with a rank that computes while it holds the interpreter's lock, 4 times hang_timeout.
+    rebuild_timeout: float = _seconds(180.0, "rebuild", low=1.0)
 
     # Every beat is a message to each observer and to the coordinator: rarer is cheaper, more
     # often is noticed sooner.
@@ -301,6 +302,11 @@ _TOGETHER: Sequence[tuple[tuple[str, ...], Callable[..., bool], str]] = (
         ("stall_timeout", "stall_warning_seconds"),
         lambda timeout, warning: timeout == 0 or timeout >= warning,
         "the timeout must be 0 (never) or at least as long: nobody is evicted without a warning",
+    ),
+    (
+        ("hang_timeout", "idle_poll_seconds"),
+        lambda timeout, poll: timeout >= 5 * poll,
+        "the timeout must be at least 5 polls, since a rank without work beats once a poll",
     ),
     (_WEIGHTS, lambda *weights: sum(weights) > 0, "one weight at least must be above 0"),
 )

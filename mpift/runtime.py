@@ -24,7 +24,7 @@ from mpift.core import chaos, events, rounds
 from mpift.core.membership import View
 from mpift.devices.accelerators import accelerator_probe
 from mpift.devices.probes import HostProbe
-from mpift.errors import ConfigError, MismatchError, MpiftError, NotInitializedError
+from mpift.errors import ConfigError, ExitCode, MismatchError, MpiftError, NotInitializedError
 from mpift.observe import lines
 from mpift.observe.reporter import Reporter
 from mpift.reduction.gradients import GradientRounds
@@ -58,7 +58,13 @@ class Runtime:
         self._reporter = Reporter(self._launch_rank)
         self._emit = self._reporter.emit
         schedule = chaos.parse(config.chaos, startup.launch_size())
-        self._injector = Injector(schedule, self._launch_rank, self._report_fault, self._peers)
+        self._injector = Injector(
+            schedule,
+            self._launch_rank,
+            self._report_fault,
+            peers=lambda: [self.identities[m].pid for m in self.neighbours if m != self.member],
+            warn=lines.warn,
+        )
         self.strike = self._injector.strike
         self._service = Service(
             lambda: _make_world(comm, config),
@@ -93,14 +99,14 @@ class Runtime:
         self._warn([*world.warnings, *unknown_variables()])
 
     def _detect(self) -> None:
-        """Agree on the settings, then begin to watch over the others and to be watched over."""
+        """Agree on the settings, then watch over the others and be watched over."""
         self.config = self.given.for_nodes(len(self.nodes))
         if self.view.size == 1:
             return
+        self._monitor.introducing_since = time.monotonic()
         exchange = introduction.exchange_through(self.operate)
         token = introduction.agree_on_settings(self.config, exchange)
-        here = self.identities[self.member]
-        alone = len(self.nodes) == 1
+        here, alone = self.identities[self.member], len(self.nodes) == 1
         self._node = Node(self.config, token, here, self.neighbours, alone, lines.warn)
         fencing = self._service.fencing
         fencing.token, fencing.liveness = token, self._node.liveness
@@ -114,6 +120,7 @@ class Runtime:
         hooks = DetectionHooks(
             emit=self._emit,
             end=lambda code, reason: self._give_up(code, reason, seen=False),
+            leave=lambda reason: self._give_up(ExitCode.SCRIPT_FAILED, f"evicted: it {reason}"),
             waits=lambda: self._waits,
             sample=probe.sample,
             impairment=self._injector.impairment,
@@ -121,6 +128,8 @@ class Runtime:
         detection = Detection(self._service, self.config, self._node, hooks)
         self.on_service(detection.start)
         self._monitor.care = self._node.care
+        self._monitor.unblock = detection.unblock
+        self._monitor.introducing_since = None
 
     # -- who and where -----------------------------------------------------------------------------
 
@@ -235,10 +244,6 @@ class Runtime:
     def _report_fault(self, fault: chaos.Fault, step: int) -> None:
         self._emit(events.FaultInjected, str(fault), step)
 
-    def _peers(self) -> list[int]:
-        """Process ids of the other ranks of this node."""
-        return [self.identities[m].pid for m in self.neighbours if m != self.member]
-
     def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
         view = rebuilt.view
         if view.coordinator == self.member:
@@ -262,6 +267,8 @@ class Runtime:
 
     def _give_up(self, code: int, reason: str, seen: bool = True) -> NoReturn:
         """This rank can't go on; others may, if they see something else."""
+        if code == ExitCode.QUORUM_LOST and self._node is not None:
+            self._node.slot.stood_down()
         self._emit(events.RankStopped, int(code), reason)
         exits.leave(code, unseen=not seen)
 

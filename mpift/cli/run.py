@@ -81,7 +81,7 @@ def command(
     places = _hosts(hosts, hostfile)
     ranks = num_proc if num_proc is not None else _all_slots(places)
     settings, forward = _variables(env or [])
-    settings |= _checked_settings(ranks, chaos, min_np)
+    settings |= _checked_settings(ranks, len(places) or None, chaos, min_np)
     options = launch_command.Options(
         command=tuple(words),
         ranks=ranks,
@@ -126,7 +126,9 @@ def _variables(words: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     return settings, tuple(forward)
 
 
-def _checked_settings(ranks: int, chaos: str | None, min_np: int | None) -> Mapping[str, str]:
+def _checked_settings(
+    ranks: int, nodes: int | None, chaos: str | None, min_np: int | None
+) -> Mapping[str, str]:
     """What goes to the ranks as ``MPIFT_`` variables, refused here rather than by each rank."""
     import os
 
@@ -142,5 +144,6 @@ def _checked_settings(ranks: int, chaos: str | None, min_np: int | None) -> Mapp
         if min_np > ranks:
             raise typer.BadParameter(f"--min-np {min_np} is more than the {ranks} ranks to start")
         settings["MPIFT_MIN_SIZE"] = str(min_np)
-    Config.load({**os.environ, **settings})  # what is wrong with the others is better said now
+    # What is wrong with the others is better said now, on the nodes that are known so far.
+    Config.load({**os.environ, **settings}, nodes=nodes or 1)
     return settings

@@ -42,6 +42,8 @@ class Phase(enum.IntEnum):
     STARTING = 1  # its loop doesn't run yet: standing still is no fault
     RUNNING = 2
     LEFT = 3
+    # It ended since its part of the job had to: it may not be taken for one that died.
+    STOOD_DOWN = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,9 @@ class Story:
         gone = ", ".join(map(str, sorted(event.lost)))
         ranks = "ranks" if len(event.lost) > 1 else "rank"
         on = f"{len(event.members)} go on" if len(event.members) > 1 else "1 goes on"
-        return [Notice(f"lost {ranks} {gone}; {on}, rebuilt in {event.rebuild_seconds:.3f} s")]
+        reasons = "; ".join(dict.fromkeys(filter(None, event.reasons)))
+        why = f" ({_short(reasons)})" if reasons else ""
+        return [Notice(f"lost {ranks} {gone}{why}; {on}, rebuilt in {event.rebuild_seconds:.3f} s")]
 
     def _record_suspect(self, event: events.Suspected | events.Evicted) -> list[Notice]:
         """What several observers tell of one rank is said once."""
@@ -328,7 +330,8 @@ def _reason(member: Member) -> str:
     if member.failed:
         return _short(member.failed.reason)
     if member.struck:
-        return f"fault schedule: {member.struck.fault}"
+        said = f"; {_short(member.verdict)}" if member.verdict else ""
+        return f"fault schedule: {member.struck.fault}{said}"
     if member.stopped:
         return _short(member.stopped.reason)
     if member.ended is None:

@@ -21,6 +21,7 @@ from mpift.core import events
 from mpift.core.health import LIMITS, Band, Health, Limit, Metrics
 from mpift.core.packet import Packet, Status
 from mpift.core.stalls import StallInspector, Standing
+from mpift.core.suspicion import Finding
 from mpift.transport.evictions import Evictions
 from mpift.transport.heartbeat import Heartbeat, Impairment
 from mpift.transport.heartbeat import Hooks as HeartbeatHooks
@@ -39,6 +40,8 @@ class Hooks:
     emit: Callable[..., None]
     # (exit code, reason): end this process, the others being told
     end: Callable[[int, str], NoReturn]
+    # (reason): end this process in the way that the others notice
+    leave: Callable[[str], NoReturn]
     # whether the script waits for other ranks
     waits: Callable[[], bool]
     # (monotonic seconds): what the node's resources are used by
@@ -84,6 +87,27 @@ class Detection:
         self._service.show_life(self._node.slot)
         self._service.attach(self.evictions)  # first: it names the coordinator of a new view
         self._service.attach(self.heartbeat)
+
+    def unblock(self, seconds: float) -> None:
+        """On the monitor's thread, in a rebuild that has lasted so long: end those ranks that stand
+        still, for it waits for them. Their watchdogs spare whoever is alone on its node."""
+        if seconds < self._config.heartbeat_timeout:
+            return
+        world, fencing = self._service.world, self._service.fencing
+        here = world.identities[world.member]
+        for member in world.view.members:
+            other = world.identities[member]
+            looks_after = other.node == here.node or self._is_first_of_node(world.member)
+            if member == world.member or not looks_after:
+                continue
+            if fencing.examine(other, kill=False) is Finding.STANDS_STILL:
+                fencing.examine(other, kill=True)
+
+    def _is_first_of_node(self, member: int) -> bool:
+        identities = self._service.world.identities
+        node = identities[member].node
+        members = self._service.world.view.members
+        return min(m for m in members if identities[m].node == node) == member
 
     # -- what this rank says of itself -------------------------------------------------------------
 
@@ -143,9 +167,9 @@ class Detection:
         if band is self._told_band:
             return
         self._told_band = band
-        identities, view = self._service.world.identities, self._service.world.view
+        identities = self._service.world.identities
         here = identities[self._service.world.member]
-        if min(m for m in view.members if identities[m].node == here.node) == here.member:
+        if self._is_first_of_node(here.member):
             self._hooks.emit(
                 events.HealthChanged,
                 here.host,
@@ -170,7 +194,7 @@ class Detection:
             for m, p in packets.items()
         }
         for stall in self._stalls.observe(now, standings):
-            if stall.evict and stall.member != self._service.world.member:
+            if stall.evict:
                 self._condemn(
                     stall.member,
                     f"made no progress at step {stall.step} for {stall.seconds:.0f} s"
@@ -189,7 +213,7 @@ class Detection:
                 self._critical_since.pop(member, None)
                 continue
             seconds = now - self._critical_since.setdefault(member, now)
-            if 0 < limit <= seconds and member != self._service.world.member:
+            if 0 < limit <= seconds:
                 self._condemn(
                     member,
                     f"its health was critical for {seconds:.0f} s (evict_critical_after={limit:g})",
@@ -200,6 +224,8 @@ class Detection:
             return
         identity = self._service.world.identities[member]
         self._hooks.emit(events.Evicted, identity.launch_rank, reason)
+        if member == self._service.world.member:
+            self._hooks.leave(reason)
         self.evictions.condemn(member)
 
     def _missed(self, member: int, for_good: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from mpift.config import Config
@@ -38,6 +39,7 @@ from mpift.transport.world import World
 
 # How long a rank that ends tries to tell the others.
 _END_SECONDS = 1.0
+_ASKED_AT_ONCE = 16
 
 
 class Evictions:
@@ -63,6 +65,7 @@ class Evictions:
         self._asked: dict[int, float] = {}  # members asked about by message, and until when
         self._ending: tuple[float, Stop, threading.Event] | None = None
         self._tick_due = 0.0
+        self._pool = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="mpift-examine")
         mailbox = service.mailbox
         mailbox.register(Kind.SUSPECTS, self._take_suspects)
         mailbox.register(Kind.EXAMINE, self._take_question)
@@ -158,9 +161,11 @@ class Evictions:
                     self._stop(instruction)
 
     def _stop(self, stop: Stop) -> None:
-        # Whoever may be on another side decides for itself.
+        # A majority may end everybody; others that may be on another side decide for themselves.
         machine = self._machine
-        others = set(machine.view.members) - machine.suspects - machine.away
+        others = set(machine.view.members)
+        if not stop.may_restart:
+            others -= machine.suspects | machine.away
         told = threading.Event()
         text = f"{int(stop.may_restart)} {stop.reason}"
         self._service.mailbox.send(Kind.END, text, sorted(others), told)
@@ -174,7 +179,7 @@ class Evictions:
             finding = fencing.examine(suspect, kill)
             self._service.call(lambda: self._found(epoch, member, kill, finding))
 
-        threading.Thread(target=ask, name="mpift-examine", daemon=True).start()
+        self._pool.submit(ask)
 
     def _found(self, epoch: int, member: int, kill: bool, finding: Finding | None) -> None:
         if finding is not None:
@@ -219,7 +224,7 @@ class Evictions:
             text = f"{member} {finding.name}"
             self._service.call(lambda: self._answer(message, text))
 
-        threading.Thread(target=answer, name="mpift-examine", daemon=True).start()
+        self._pool.submit(answer)
 
     def _answer(self, question: Message, text: str) -> None:
         view = self._service.world.view

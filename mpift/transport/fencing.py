@@ -6,16 +6,16 @@ its address is known. Any thread may call; nothing here takes longer than ``time
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from mpift.core.hangs import Phase
 from mpift.core.suspicion import Finding
 from mpift.transport import inquiries, processes
 from mpift.transport.inquiries import Fence, Inquire, State
 from mpift.transport.liveness import Liveness
-from mpift.transport.processes import ProcessHandle, ProcessIdentity
+from mpift.transport.processes import ProcessIdentity
 
 _LOOK_SECONDS = 0.001
 # A loop that turns bumps its counter every few milliseconds; a loaded machine gets some time.
@@ -46,7 +46,7 @@ class Fencing:
         remote = [c for c in candidates if c.node != self._here.node]
         if kill:
             for candidate in local:
-                _kill(candidate)
+                processes.kill(candidate.pid, candidate.start_time)
         found: set[int] = set()
         with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
             answers = pool.map(lambda c: self._gone_elsewhere(c, kill), remote)
@@ -60,7 +60,13 @@ class Fencing:
         while len(known) < len(candidates) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
             known = processes.confirmed_gone(candidates, self._here)
-        return known
+        return frozenset(m for m in known if not self._stood_down(m))
+
+    def _stood_down(self, member: int) -> bool:
+        """Whether a member of this node has ended because its part of the job had to: those that it
+        has given up may not go on as if it had died."""
+        slots = self.liveness.slots if self.liveness is not None else {}
+        return member in slots and slots[member].phase is Phase.STOOD_DOWN
 
     def _gone_elsewhere(self, candidate: ProcessIdentity, kill: bool) -> bool:
         """Asked until it is gone or the time is over: a death takes its node some moments."""
@@ -82,10 +88,11 @@ class Fencing:
     def examine_here(self, suspect: ProcessIdentity, kill: bool) -> Finding:
         """The same for a process of this node."""
         if kill:
-            _kill(suspect)
+            processes.kill(suspect.pid, suspect.start_time)
             return Finding.GONE if self._ended_here([suspect]) else Finding.UNREACHABLE
         if processes.is_gone(suspect, self._here):
-            return Finding.GONE
+            stood_down = self._stood_down(suspect.member)
+            return Finding.UNREACHABLE if stood_down else Finding.GONE
         if self.liveness is None:
             return Finding.UNWATCHED
         if self.liveness.watchdog.alive:
@@ -103,7 +110,7 @@ class Fencing:
         stat = processes.read_stat(suspect.pid)
         stopped = stat is not None and stat.state == "T"
         may_wait = slot.blocked_since_seconds and not stopped
-        may_wait = may_wait or any(processes.is_exempt(suspect.pid))
+        may_wait = may_wait or any(processes.exemptions(suspect.pid))
         return Finding.ALIVE if may_wait else Finding.STANDS_STILL
 
     def _ask(self, suspect: ProcessIdentity, kill: bool, seconds: float) -> Finding | None:
@@ -118,16 +125,11 @@ class Fencing:
         answer = inquiries.ask(address, self.token, request, seconds)
         if answer is None or answer.state is State.UNKNOWN:
             return None
+        if answer.state is State.STOOD_DOWN:
+            return Finding.UNREACHABLE
         if answer.state is State.GONE:
             self.details[suspect.member] = answer.detail
             return Finding.GONE
         if kill:  # nobody can say that one which outlived a fence will not come back
             return Finding.UNREACHABLE
         return Finding.STANDS_STILL if answer.state is State.STOPPED else Finding.ALIVE
-
-
-def _kill(identity: ProcessIdentity) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        handle = ProcessHandle(identity.pid, identity.start_time)
-        handle.kill()
-        handle.close()

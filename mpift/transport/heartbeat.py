@@ -21,14 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpift.config import Config
-from mpift.core.detector import Detector, make_detector
+from mpift.core.detector import CAP_TIMEOUTS, Detector, make_detector
 from mpift.core.packet import PACKET_BYTES, RECEIVE_BYTES, Defect, Packet, decode, encode_into
 from mpift.transport.lane import Started
 from mpift.transport.world import World
 
 HEARTBEAT_TAG = 2
-# Silence past this many of the preset's timeouts is excused by nothing; as the adaptive cap.
-FOR_GOOD_TIMEOUTS = 4
 _LOOKS_AN_INTERVAL = 10
 # Shorter pauses of the loop are its usual pace.
 _SLEPT_SECONDS = 0.1
@@ -232,7 +230,8 @@ class Heartbeat:
     def _look(self, now: float) -> None:
         """Tell of everybody who is overdue."""
         self._watch_whom_it_has_to(now)
-        limit = FOR_GOOD_TIMEOUTS * self._config.heartbeat_timeout
+        # Past what even the adaptive detector bears a silence is excused by nothing.
+        limit = CAP_TIMEOUTS * self._config.heartbeat_timeout
         for member, detector in list(self._detectors.items()):
             if detector.overdue(now):
                 self._overdue.add(member)
@@ -253,9 +252,11 @@ def successors(
     member: int, members: Sequence[int], nodes: dict[int, str], count: int
 ) -> tuple[int, ...]:
     """The ``count`` members that observe ``member``: the next ones in the ring on other nodes, and
-    the next ones on its own where those are too few."""
+    the next ones on its own where those are too few. The coordinator hears everybody anyway, so it
+    is one only where nobody else is left."""
     start = members.index(member)
     ring = [*members[start + 1 :], *members[:start]]
+    ring = [m for m in ring if m != members[0]] or ring
     elsewhere = [m for m in ring if nodes[m] != nodes[member]]
     here = [m for m in ring if nodes[m] == nodes[member]]
     return tuple([*elsewhere, *here][:count])
@@ -265,18 +266,25 @@ def predecessors(
     member: int, members: Sequence[int], nodes: dict[int, str], count: int
 ) -> tuple[int, ...]:
     """The members that ``member`` observes: those that have it among their ``successors``."""
+    first = members[0]
+    if member == first and len(members) > 2:
+        return ()
     start = members.index(member)
     ring = [*members[start + 1 :], *members[:start]]
-    sizes = Counter(nodes[m] for m in members)
+    sizes = Counter(nodes[m] for m in members if m != first or len(members) == 2)
+    others = sum(sizes.values())
     found = []
-    between = Counter[str]()  # members between the one looked at and this one, by node
-    for passed, other in enumerate(reversed(ring)):
+    passed = 0
+    between = Counter[str]()  # observers between the one looked at and this one, by node
+    for other in reversed(ring):
         node = nodes[other]
         if node == nodes[member]:
-            place = len(members) - sizes[node] + between[node]
+            place = others - sizes[node] + between[node]
         else:
             place = passed - between[node]
         if place < count:
             found.append(other)
-        between[node] += 1
+        if other != first:
+            between[node] += 1
+            passed += 1
     return tuple(found)

@@ -17,7 +17,8 @@ from mpift.transport.heartbeat import Impairment
 
 class Injector:
     """The faults that ``schedule`` has for ``member``; ``report`` is told of each, with its step,
-    before it first strikes. ``peers`` gives the process ids of the other ranks of this node."""
+    before it first strikes. ``peers`` gives the process ids of the other ranks of this node,
+    ``warn`` tells people of a fault that found nothing to strike."""
 
     def __init__(
         self,
@@ -25,11 +26,13 @@ class Injector:
         member: int,
         report: Callable[[Fault, int], None],
         peers: Callable[[], Collection[int]],
+        warn: Callable[[str], None],
     ) -> None:
         self._schedule = Schedule(tuple(f for f in schedule.faults if f.member == member))
         self._member = member
         self._report = report
         self._peers = peers
+        self._warn = warn
         self._reported: set[Fault] = set()
 
     def strike(self, step: int, point: str) -> None:
@@ -61,7 +64,10 @@ class Injector:
             case "gil":
                 hold_interpreter_lock(fault.amount)
             case "reset":
-                reset_connection(self._peers())
+                if not reset_connection(self._peers()):
+                    self._warn(
+                        f"{fault}: no TCP connection to a rank of this node, nothing is reset"
+                    )
 
 
 def hold_interpreter_lock(seconds: float) -> None:

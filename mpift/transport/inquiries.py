@@ -39,6 +39,7 @@ class State(enum.Enum):
     """What a watchdog answers."""
 
     GONE = "gone"  # the kernel says so
+    STOOD_DOWN = "stood-down"  # gone, since its part of the job ended: no death
     ALIVE = "alive"
     SILENT = "silent"  # alive, but its counter stands still
     STOPPED = "stopped"

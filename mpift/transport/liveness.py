@@ -50,6 +50,8 @@ _MEMBER, _PID, _START, _PARENT, _SEAL = 8, 9, 10, 11, 12
 _VERDICT_LENGTH = 16
 _VERDICT_BYTES = slice(136, 136 + VERDICT_BYTES_MAX)
 
+_PHASES = frozenset(Phase)
+
 
 @dataclass(frozen=True, slots=True)
 class Registered:
@@ -126,6 +128,10 @@ class Slot:
         """This rank leaves the job in good order; from now on nobody judges it."""
         self._words[_PHASE] = Phase.LEFT
 
+    def stood_down(self) -> None:
+        """This rank ends because its part of the job does."""
+        self._words[_PHASE] = Phase.STOOD_DOWN
+
     # -- written by the watchdog -------------------------------------------------------------------
 
     def condemn(self, verdict: str) -> None:
@@ -166,7 +172,8 @@ class Slot:
     @property
     def phase(self) -> Phase:
         """STARTING for a slot that nobody has registered in."""
-        return Phase(self._words[_PHASE] or Phase.STARTING)
+        word = self._words[_PHASE]
+        return Phase(word) if word in _PHASES else Phase.STARTING
 
     @property
     def step(self) -> int:
@@ -181,7 +188,8 @@ class Slot:
         """Why the watchdog killed this rank, or how it ended; empty if nothing is known."""
         length = min(self._words[_VERDICT_LENGTH], VERDICT_BYTES_MAX)
         start = _VERDICT_BYTES.start
-        return bytes(self._bytes[start : start + length]).decode(errors="replace")
+        text = bytes(self._bytes[start : start + length]).decode(errors="replace")
+        return "".join(c if c.isprintable() else "?" for c in text)  # it goes to a terminal
 
     def _seal(self) -> int:
         """Of the identity's words; never 0."""

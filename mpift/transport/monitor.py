@@ -16,7 +16,7 @@ from typing import NoReturn
 from mpift.config import Config
 from mpift.errors import ExitCode
 from mpift.transport import processes
-from mpift.transport.service import Service
+from mpift.transport.service import REBUILDING, Service
 
 _PERIOD_SECONDS = 0.5
 # MPI reports a death within some milliseconds; this much later it never will.
@@ -39,6 +39,10 @@ class Monitor:
         self._end_job = end_job
         # Called in every round; set once there is something to take care of.
         self.care: Callable[[], None] = lambda: None
+        # Called in a rebuild that lasts, with its seconds so far: ends what it may wait for.
+        self.unblock: Callable[[float], None] = lambda _seconds: None
+        # Since when the ranks tell each other who they are; None once they have.
+        self.introducing_since: float | None = None
         self._stopped = threading.Event()
         self._parent = os.getppid()
         self._gone_since: dict[int, float] = {}
@@ -49,11 +53,14 @@ class Monitor:
 
     def stop(self) -> None:
         self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD_SECONDS):
             now = time.monotonic()
             self._check_blocking(now)
+            self._check_introduction(now)
             self._check_launcher()
             if self._service.running:
                 self._check_neighbours(now)
@@ -65,6 +72,8 @@ class Monitor:
         if blocked is None:
             return
         limit: float = getattr(self._config, blocked.limit)
+        if blocked.what == REBUILDING:
+            self.unblock(now - blocked.since)
         if now - blocked.since > limit:
             hint = (
                 ": did a rank end before it came here?" if blocked.limit == "start_timeout" else ""
@@ -72,6 +81,16 @@ class Monitor:
             self._give_up(
                 ExitCode.SCRIPT_FAILED,
                 f"{blocked.what} took longer than {blocked.limit}={limit:g} s{hint}",
+            )
+
+    def _check_introduction(self, now: float) -> None:
+        """One that stands still before anybody watches over it keeps all others from starting."""
+        since, limit = self.introducing_since, self._config.start_timeout
+        if since is not None and now - since > limit:
+            self._end_job(
+                ExitCode.SCRIPT_FAILED,
+                f"the ranks did not get to know each other within start_timeout={limit:g} s:"
+                " does one of them stand still?",
             )
 
     def _check_launcher(self) -> None:

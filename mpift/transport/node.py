@@ -88,6 +88,7 @@ class Node:
         self._keeper = None
         if self.liveness.unlink_if_last(self._member):
             segments.remove(self._segments)
+        self.liveness.close()
 
 
 def _settings(config: Config, address: str, linger_seconds: float) -> Settings:

@@ -72,7 +72,7 @@ def read_stat(pid: int) -> ProcessStat | None:
     )
 
 
-def is_exempt(pid: int) -> tuple[bool, bool]:
+def exemptions(pid: int) -> tuple[bool, bool]:
     """Whether a process is traced by a debugger, and whether it dumps core; see proc(5)."""
     try:
         with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
@@ -154,6 +154,14 @@ class ProcessHandle:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def kill(pid: int, start_time: int) -> None:
+    """Send SIGKILL to the process of this node with that pid and start time, if it lives."""
+    with contextlib.suppress(ProcessLookupError):
+        handle = ProcessHandle(pid, start_time)
+        handle.kill()
+        handle.close()
 
 
 def _open_pidfd(pid: int) -> int | None:

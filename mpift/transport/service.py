@@ -40,6 +40,7 @@ _LONG_WAIT_SECONDS = 0.05
 _LONG_SLEEP_SECONDS = 500e-6
 # Rebuilds in a row that lost nobody and saw no round complete, before MPI is declared broken.
 _FRUITLESS_REBUILDS = 5
+REBUILDING = "rebuilding"
 
 
 @dataclass(slots=True)
@@ -319,7 +320,7 @@ class Service:
         gone = frozenset(self.farewells)
         old = self.world.view
         step = self.step
-        with self._blocking("rebuilding", "rebuild_timeout"):
+        with self._blocking(REBUILDING, "rebuild_timeout"):
             rebuilt = self.world.rebuild(
                 report, gone, self.fencing, lambda point: self._hooks.strike(step, point)
             )

@@ -14,7 +14,6 @@ alive.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import json
@@ -128,10 +127,7 @@ class Keeper:
         if watchdog.alive:
             if self._still_seconds < _STILL_SECONDS:
                 return
-            with contextlib.suppress(ProcessLookupError):
-                handle = ProcessHandle(watchdog.pid, watchdog.start_time)
-                handle.kill()
-                handle.close()
+            processes.kill(watchdog.pid, watchdog.start_time)
         elif self._still_seconds < self._wait_seconds:
             return
         self._still_seconds = 0.0
@@ -155,6 +151,11 @@ class _Rank:
         self._moved = True
         self._looked_at = 0.0
         self._look = _Look()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come of it; a process may live on after it has left."""
+        return self.gone or self.slot.phase == Phase.LEFT
 
     @property
     def live(self) -> bool:
@@ -201,7 +202,7 @@ class _Rank:
             return None
         orphaned = stat.parent != self.parent
         judged = orphaned or not moved
-        traced, dumping_core = processes.is_exempt(handle.pid) if judged else (False, False)
+        traced, dumping_core = processes.exemptions(handle.pid) if judged else (False, False)
         return _Look(stat.state, stat.cpu_seconds, traced, dumping_core, orphaned)
 
 
@@ -309,7 +310,8 @@ class _Watchdog:
         if rank.handle is not None and rank.handle.has_ended():
             self._has_gone(rank)
         if rank.gone:
-            return Answer(State.GONE, rank.slot.verdict)
+            stood_down = rank.slot.phase == Phase.STOOD_DOWN
+            return Answer(State.STOOD_DOWN if stood_down else State.GONE, rank.slot.verdict)
         if isinstance(request, Fence):
             epoch = rank.slot.epoch
             if epoch > request.epoch:
@@ -324,7 +326,7 @@ class _Watchdog:
         assert handle is not None
         stat = processes.read_stat(handle.pid)
         silent = self._judge.silent_seconds(member)
-        if any(processes.is_exempt(handle.pid)):
+        if any(processes.exemptions(handle.pid)):
             return Answer(State.ALIVE, "held by a debugger, or dumping core")
         if stat is not None and stat.state == "T":
             return Answer(State.STOPPED, "stopped")
@@ -338,9 +340,11 @@ class _Watchdog:
     def _is_over(self, age_seconds: float) -> bool:
         """Whether everybody is gone; who has not registered yet is waited for a while."""
         ranks = self._ranks.values()
-        if any(rank.live for rank in ranks):
+        if any(rank.live and not rank.over for rank in ranks):
             return False
-        return all(r.gone for r in ranks) or age_seconds > self._settings.empty_timeout_seconds
+        return (
+            all(rank.over for rank in ranks) or age_seconds > self._settings.empty_timeout_seconds
+        )
 
     def _end(self) -> None:
         if self._liveness.is_in_place():

@@ -126,7 +126,7 @@ class MpiWorld:
 
     def __init__(self, given: Any, config: Config, lanes: int) -> None:
         self._mpi, self.warnings = startup.load_mpi(config.mpi_threads)
-        self._finalizes = startup.loaded_by_script() or not startup.ulfm_enabled(self._mpi)
+        self._finalizes = not (startup.loaded_by_script() or startup.ulfm_enabled(self._mpi))
         self._config = config
         self.finalize_would_hang = False
         origin = given if given is not None else self._mpi.COMM_WORLD
@@ -306,8 +306,8 @@ class MpiWorld:
     # -- the end -------------------------------------------------------------------------------
 
     def finalize(self) -> None:
-        """Without ULFM, or where mpi4py would do it anyway, MPI must be finalized; else it is not:
-        the ranks have agreed to end, and a finalize would wait for those that have died."""
+        """Without ULFM MPI must be finalized, by mpi4py where the script has loaded it; else it is
+        not: the ranks have agreed to end, and a finalize would wait for those that have died."""
         lost = self.view.size < self.launch_size
         if self._finalizes and not lost:
             startup.finalize(self._mpi)

@@ -264,6 +264,51 @@ def test_a_rank_stopped_alone_on_its_node_is_fenced_from_another_one(
     assert "rank 2 on node3 has not been heard" in outcome.stderr
 
 
+def test_a_suspect_that_wakes_after_the_others_have_given_up_does_not_go_on_alone(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    def stop_and_wake(ranks: list[psutil.Process]) -> None:
+        wait_until((tmp_path / "size-3").exists)
+        ranks[2].suspend()
+        wait_until(lambda: not any(rank.is_running() for rank in ranks[:2]))
+        ranks[2].resume()
+        wait_until(lambda: not ranks[2].is_running(), 15)
+
+    outcome = cluster.run_ranks(
+        scenarios.reduce_and_keep_words,
+        str(tmp_path),
+        slots_a_node=1,
+        environment=QUICK | {"MPIFT_WATCHDOG": "0"},
+        during=stop_and_wake,
+    )
+    assert outcome.results == {}, str(outcome)
+    words = words_of(tmp_path)
+    assert "start the job again without those nodes" in words[0]
+    assert "gives up with code 3" in words[2], words[2]
+    assert not (tmp_path / "size-1").exists()
+
+
+def test_two_ranks_that_stop_one_after_the_other_are_both_left_out(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    def stop_two(ranks: list[psutil.Process]) -> None:
+        wait_until((tmp_path / "size-3").exists)
+        ranks[2].suspend()
+        time.sleep(0.05)
+        ranks[1].kill()
+        wait_until((tmp_path / "size-1").exists)
+        (tmp_path / "stop").touch()
+
+    outcome = cluster.run_ranks(
+        scenarios.reduce_until_told,
+        str(tmp_path),
+        slots_a_node=1,
+        environment=QUICK,
+        during=stop_two,
+    )
+    assert sorted(outcome.results) == [0], str(outcome)
+
+
 def test_the_launcher_s_verdict_on_a_cut_is_that_the_job_has_to_be_started_again(
     cluster: VirtualCluster, tmp_path: Path
 ) -> None:

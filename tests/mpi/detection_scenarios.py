@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import mpift
-from mpift import runtime
+from mpift import introduction, runtime
 from mpift.core.packet import Defect
+from mpift.testing.ranks import TOKEN_VARIABLE
 from tests.mpi.protocol_scenarios import Trainer
 
 
@@ -76,3 +81,37 @@ def different_settings() -> dict[str, Any]:
     except mpift.ConfigError as error:
         return {"error": str(error)}
     return {"error": ""}
+
+
+def stop_while_starting(place: str) -> dict[str, Any]:
+    """Rank 1 stops in the middle of what the ranks tell each other at the start."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        setattr(introduction, place, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    comm = mpift.Communicator()
+    comm.barrier()
+    comm.free()
+    return {}
+
+
+def start_and_end(times: int) -> dict[str, Any]:
+    """Descriptors that are open after each ``shutdown``, and this job's watchdogs at the end."""
+    descriptors = []
+    for _ in range(times):
+        mpift.init()
+        mpift.Communicator().barrier()
+        mpift.shutdown()
+        descriptors.append(psutil.Process().num_fds())
+    deadline = time.monotonic() + 10
+    while (left := watchdogs_of_this_job()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return {"descriptors": descriptors, "watchdogs": left}
+
+
+def watchdogs_of_this_job() -> int:
+    token = os.environ[TOKEN_VARIABLE]
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "mpift.transport.watchdog" in process.cmdline():
+                found += process.environ().get(TOKEN_VARIABLE) == token
+    return found

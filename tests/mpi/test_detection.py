@@ -62,6 +62,30 @@ def test_a_rank_stopped_in_a_rebuild_does_not_keep_the_others() -> None:
     assert survivors(outcome) == [0, 3], str(outcome)
 
 
+def test_without_a_watchdog_a_rebuild_that_waits_for_a_stopped_rank_ends_it() -> None:
+    environment = ALONE | {"MPIFT_CHAOS": "kill:1@20,stop:2@20"}
+    outcome = run_ranks(4, scenarios.go_on, 6.0, environment=environment)
+    assert survivors(outcome) == [0, 3], str(outcome)
+
+
+@pytest.mark.parametrize("place", ["agree_on_settings", "watchdog_addresses"])
+def test_a_rank_that_stops_before_anybody_watches_over_it_does_not_keep_the_others(
+    place: str,
+) -> None:
+    environment = {"MPIFT_START_TIMEOUT": "4"}
+    outcome = run_ranks(3, scenarios.stop_while_starting, place, environment=environment)
+    assert not outcome.timed_out, str(outcome)
+    assert sorted(outcome.results) in ([], [0, 2]), str(outcome)
+
+
+def test_many_starts_and_ends_in_one_process_leave_nothing_open() -> None:
+    outcome = run_ranks(2, scenarios.start_and_end, 5)
+    for found in outcome.results.values():
+        assert found["descriptors"][-1] <= found["descriptors"][1] + 1
+        assert found["watchdogs"] == 0
+    assert sorted(outcome.results) == [0, 1], str(outcome)
+
+
 def freeze(
     seconds: float, choose: Callable[[list[psutil.Process]], list[int]], started: Path
 ) -> Any:
@@ -147,6 +171,8 @@ def test_a_reset_connection_between_live_ranks_lets_nobody_train_on_alone() -> N
             mpi_arguments=TCP,
         )
         # Open MPI may abort an end of the cut; whoever goes on does so with all that live.
+        assert "reset:1@20 strikes member 1" in outcome.stderr
+        assert "nothing is reset" not in outcome.stderr
         survivors(outcome)
 
 

@@ -20,6 +20,7 @@ def injector(text: str, member: int = 1) -> tuple[Injector, list[tuple[str, int]
         member,
         lambda fault, step: told.append((str(fault), step)),
         list,
+        lambda text: told.append((text, -1)),
     )
     return made, told
 
