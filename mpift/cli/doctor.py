@@ -65,7 +65,7 @@ def command(config: ConfigOnly = False, nodes: Nodes = None, json_file: JsonFile
     checks = [] if config else machine_checks()
     try:
         settings = Config.load(nodes=nodes)
-        checks += variable_checks()
+        checks += [*variable_checks(), *(preset_checks() if nodes is None else [])]
     except ConfigError as error:
         if config:
             raise
@@ -142,6 +142,21 @@ def variable_checks() -> list[Check]:
     from mpift.config import unknown_variables
 
     return [Check("settings", "warning", text) for text in unknown_variables()]
+
+
+def preset_checks() -> list[Check]:
+    """A warning where the settings go together on few nodes only, or on many only."""
+    from mpift.config import SMALL_NODES_MAX, Config
+    from mpift.errors import ConfigError
+
+    found = []
+    sizes = (f"{SMALL_NODES_MAX} nodes or fewer", f"more than {SMALL_NODES_MAX} nodes")
+    for words, nodes in zip(sizes, (SMALL_NODES_MAX, SMALL_NODES_MAX + 1), strict=True):
+        try:
+            Config.load(nodes=nodes)
+        except ConfigError as error:
+            found.append(Check("settings", "warning", f"refused on {words}: {error}"))
+    return found
 
 
 # -- this machine ----------------------------------------------------------------------------------

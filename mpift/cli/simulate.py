@@ -34,6 +34,7 @@ def detector(
 
     from mpift.simulate.detectors import report
 
+    _check_writable(json_file)
     with Console(stderr=True).status(f"simulating {periods:,} heartbeats twice"):
         result = report(periods, seed)
     _show(detector_table(result), result, json_file)
@@ -56,11 +57,19 @@ def scale(
 
     from mpift.simulate.scale import measure
 
+    _check_writable(json_file)
+    _check_writable(plot)
     with Console(stderr=True).status("simulating hangs"):
         report = measure(nodes, ranks_per_node, observers, seed, trials)
     if plot is not None:
         draw(report, plot)
     _show(scale_tables(report, nodes), report.as_json(), json_file)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Better told now than after the simulation."""
+    if path is not None and path != _STDOUT and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path} cannot be written: there is no folder {path.parent}")
 
 
 def _show(table: Table | Group, figures: dict[str, Any], json_file: Path | None) -> None:

@@ -72,6 +72,14 @@ class Suspected(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class HeardAgain(Event):
+    """A member that the emitter had suspected is heard again."""
+
+    suspect: int
+    suspect_host: str
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted(Event):
     """The coordinator evicts a live member, because the settings say so."""
 
@@ -172,6 +180,7 @@ _KINDS: dict[str, type[Event]] = {
         FaultInjected,
         ViewChanged,
         Suspected,
+        HeardAgain,
         Evicted,
         RankStalled,
         HealthChanged,

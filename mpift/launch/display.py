@@ -151,10 +151,13 @@ def _print_table(verdict: Verdict, file: Any) -> None:
     rows: dict[str, Any] = {
         **{name: value for name, value in summary.items() if name not in _NOT_IN_TABLE},
         "ranks, start -> end": world,
-        "injected faults survived": survived,
     }
+    if verdict.summary["faults_injected"]:
+        rows["injected faults survived"] = survived
     table = Table(show_header=False)
     for name, value in rows.items():
+        if name in _LABELS and not value:
+            continue  # nothing of the kind has happened
         table.add_row(_LABELS.get(name, name.replace("_", " ")), _plain(value) or "-")
     Console(file=file, highlight=False).print(table)
 

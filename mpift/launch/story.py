@@ -152,7 +152,7 @@ class Story:
                 return [Notice(f"chaos: {event.fault} strikes rank {event.member}")]
             case events.ViewChanged():
                 return self._record_view(event)
-            case events.Suspected() | events.Evicted():
+            case events.Suspected() | events.HeardAgain() | events.Evicted():
                 return self._record_suspect(event)
             case events.RankStalled() | events.HealthChanged():
                 warning = getattr(event, "band", "") != "healthy"
@@ -199,14 +199,16 @@ class Story:
         why = f" ({_short(reasons)})" if reasons else ""
         return [Notice(f"lost {ranks} {gone}{why}; {on}, rebuilt in {event.rebuild_seconds:.3f} s")]
 
-    def _record_suspect(self, event: events.Suspected | events.Evicted) -> list[Notice]:
+    def _record_suspect(
+        self, event: events.Suspected | events.HeardAgain | events.Evicted
+    ) -> list[Notice]:
         """What several observers tell of one rank is said once."""
         if isinstance(event, events.Evicted):
             self.member(event.evicted).verdict = event.reason
-        elif event.suspect in self._suspected:
+        elif (event.suspect in self._suspected) == isinstance(event, events.Suspected):
             return []
         else:
-            self._suspected.add(event.suspect)
+            self._suspected ^= {event.suspect}
         return [Notice(in_words(event) or "", warning=True)]
 
     def _record_step(self, event: events.StepFinished, member: Member) -> None:

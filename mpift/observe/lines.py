@@ -61,6 +61,8 @@ def in_words(event: events.Event) -> str | None:
             return f"lost member {gone}; {len(members)} {ranks} on (rebuilt in {seconds:.3f} s)"
         case events.Suspected(suspect=suspect, suspect_host=host, silent_seconds=seconds):
             return f"rank {suspect} on {host} has not been heard for {seconds:.1f} s"
+        case events.HeardAgain(suspect=suspect, suspect_host=host):
+            return f"rank {suspect} on {host} is heard again"
         case events.Evicted(evicted=evicted, reason=reason):
             return f"rank {evicted} is evicted: it {reason}"
         case events.RankStalled():

@@ -74,7 +74,7 @@ class Detection:
             HeartbeatHooks(
                 packet=self._packet,
                 missed=self._missed,
-                heard=self.evictions.heard,
+                heard=self._heard,
                 heads=lambda: self.evictions.heads,
                 may_coordinate=lambda: self.evictions.may_coordinate,
                 impairment=hooks.impairment,
@@ -238,6 +238,12 @@ class Detection:
                 round(self.heartbeat.silence(member), 3),
             )
         self.evictions.missed(member, for_good)
+
+    def _heard(self, member: int) -> None:
+        if member in self.evictions.suspects:
+            identity = self._service.world.identities[member]
+            self._hooks.emit(events.HeardAgain, identity.launch_rank, identity.host)
+        self.evictions.heard(member)
 
     def _silence(self, member: int) -> float:
         return self.heartbeat.silence(member)

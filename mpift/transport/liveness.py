@@ -16,9 +16,11 @@ Times are of CLOCK_MONOTONIC, which all processes of a node share. Nothing here 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ from mpift.transport import processes
 from mpift.transport.processes import ProcessIdentity
 
 VERDICT_BYTES_MAX = 200
+# A file whose ranks have not all registered yet is younger.
+STALE_SECONDS = 3600.0
 
 _MAGIC = int.from_bytes(b"mpiftliv", "little")
 _VERSION = 1
@@ -295,6 +299,22 @@ class Liveness:
             return False
         self.unlink()
         return True
+
+    def sweep(self) -> None:
+        """Remove the liveness files in the same folder that nobody uses any more: of jobs of this
+        user whose ranks and watchdog were killed together."""
+        for path in self.path.parent.glob(self.path.name.replace(self._job, "*")):
+            with contextlib.suppress(OSError, MpiftError):
+                if time.time() - path.stat().st_mtime < STALE_SECONDS:
+                    continue
+                other = Liveness.open(path)
+                if not other.watchdog.alive and not any(map(_is_present, other.slots.values())):
+                    other.unlink()
+                other.close()
+
+    @property
+    def _job(self) -> str:
+        return self.path.name.removeprefix(memory.PREFIX).partition("-")[0]
 
     def _check(self) -> None:
         words, size_bytes = self._words, self._region.view.nbytes

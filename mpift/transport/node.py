@@ -54,6 +54,7 @@ class Node:
             self._keeper = Keeper(self.liveness, token, settings, turn)
             self.care()
             if turn == 0:
+                self.liveness.sweep()
                 self.address = (address, self._port())
 
     def _port(self) -> int:

@@ -87,6 +87,16 @@ def test_nodes_decide_whether_settings_go_together(monkeypatch: pytest.MonkeyPat
     assert call("--config", "--nodes", "0") == 2
 
 
+def test_settings_that_go_together_on_many_nodes_only_are_a_warning(
+    sound: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MPIFT_HEARTBEAT_INTERVAL", "10")
+    assert call() == 0
+    assert "refused on 8 nodes or fewer" in capsys.readouterr().out
+    assert call("--nodes", "9") == 0
+    assert "refused" not in capsys.readouterr().out
+
+
 def test_a_wrong_setting_does_not_hide_the_other_checks(
     sound: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

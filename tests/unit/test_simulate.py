@@ -481,3 +481,13 @@ def test_a_plot_is_drawn_or_says_what_it_needs(
 def test_the_streams_of_two_parts_are_independent() -> None:
     assert random_of(1, "a").random() != random_of(1, "b").random()
     assert random_of(1, "a").random() == random_of(1, "a").random()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["detector", "--json"], ["scale", "--plot"]):
+        with pytest.raises(SystemExit) as left:
+            main(["simulate", *words, str(tmp_path / "nowhere" / "file")])
+        assert left.value.code == 2
+        assert "there is no folder" in capsys.readouterr().err

@@ -97,6 +97,19 @@ def test_what_several_observers_miss_is_said_once_in_a_view() -> None:
     assert told == ["rank 3 on n3 has not been heard for 6.2 s"] * 2
 
 
+def test_a_suspect_that_is_heard_again_by_several_observers_is_said_once() -> None:
+    _, notices = story_of(
+        3,
+        events.Suspected(1.0, 0, 2, "n3", 6.2),
+        events.HeardAgain(2.0, 0, 2, "n3"),
+        events.HeardAgain(2.1, 1, 2, "n3"),
+    )
+    assert notices == [
+        "rank 2 on n3 has not been heard for 6.2 s",
+        "rank 2 on n3 is heard again",
+    ]
+
+
 def test_a_suspect_s_host_is_not_taken_for_the_observer_s() -> None:
     story, _ = story_of(
         2, events.RankStarted(0.0, 0, "n1", 1, 2), events.Suspected(1.0, 0, 1, "n2", 6.0)
