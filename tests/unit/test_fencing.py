@@ -104,6 +104,24 @@ def test_without_a_watchdog_the_signs_of_life_and_the_kernel_decide(tmp_path: Pa
         liveness.unlink()
 
 
+def test_one_that_stood_down_is_no_confirmed_death(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    here = identify(0)
+    liveness = Liveness.create("token", here.node, (0, 1), tmp_path)
+    fencing = Fencing(here, 0.1)
+    fencing.liveness = liveness
+    suspect = identity_of(sleeper.pid)
+    liveness.slots[1].stood_down()
+    sleeper.kill()
+    sleeper.wait()
+    assert fencing.gone([suspect], kill=False) == frozenset()
+    assert fencing.examine(suspect, kill=False) is Finding.UNREACHABLE
+    liveness.slots[1].run()
+    assert fencing.gone([suspect], kill=False) == {1}
+    liveness.close()
+
+
 def test_files_of_open_mpi_are_removed_for_their_own_job_alone(tmp_path: Path) -> None:
     for name in ("host.0.aa.0", "host.0.aa.1", "host.0.aab.0", "host.0.ab.0"):
         (tmp_path / f"sm_segment.{name}").touch()

@@ -331,6 +331,8 @@ def test_one_that_vanishes_is_told_of_for_some_time_after_the_last_ranks_end(pai
     until(lambda: not pair.liveness.path.exists(), "the files are removed")
     assert pair.ask(Inquire(1)) == Answer(State.GONE)
     assert pair.ask(Inquire(0)) == Answer(State.GONE, "")
+    pair.liveness.slots[1].stood_down()  # as if it had said so before it ended
+    assert pair.ask(Inquire(1)) == Answer(State.STOOD_DOWN)
     until(pair.watchdog_ended, "the watchdog ends")
 
 
