@@ -94,7 +94,8 @@ class Runtime:
         self._operations = Operations(self.member)
         self.on_service(lambda: self._service.add_lane(self._operations))
         atexit.register(_at_exit)
-        self._detect()
+        with self._monitor.introduction():
+            self._detect()
         self._emit(events.RankStarted, self.host, os.getpid(), self.view.size)
         self._warn([*world.warnings, *unknown_variables()])
 
@@ -103,14 +104,12 @@ class Runtime:
         self.config = self.given.for_nodes(len(self.nodes))
         if self.view.size == 1:
             return
-        self._monitor.introducing_since = time.monotonic()
         exchange = introduction.exchange_through(self.operate)
         token = introduction.agree_on_settings(self.config, exchange)
         here, alone = self.identities[self.member], len(self.nodes) == 1
         self._node = Node(self.config, token, here, self.neighbours, alone, lines.warn)
-        fencing = self._service.fencing
-        fencing.token, fencing.liveness = token, self._node.liveness
-        fencing.addresses = introduction.watchdog_addresses(here.node, self._node.address, exchange)
+        addresses = introduction.watchdog_addresses(here.node, self._node.address, exchange)
+        self._service.fencing.arm(token, self._node.liveness, addresses)
         self._node.all_have_met()
         probe = self._probe = HostProbe(
             Path(self.config.checkpoint_directory),
@@ -129,7 +128,6 @@ class Runtime:
         self.on_service(detection.start)
         self._monitor.care = self._node.care
         self._monitor.unblock = detection.unblock
-        self._monitor.introducing_since = None
 
     # -- who and where -----------------------------------------------------------------------------
 

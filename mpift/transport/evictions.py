@@ -60,7 +60,8 @@ class Evictions:
         self._config = config
         self._silence = silence
         self._end = end
-        self._machine = self._fresh(service.world)
+        view = service.world.view
+        self._machine = Suspicion(service.world.member, view, _nodes_of(service.world))
         self.may_coordinate = False  # whether others may take this rank for the coordinator
         self._asked: dict[int, float] = {}  # members asked about by message, and until when
         self._ending: tuple[float, Stop, threading.Event] | None = None
@@ -109,16 +110,10 @@ class Evictions:
     # -- a part of the loop ------------------------------------------------------------------------
 
     def install(self, world: World) -> None:
-        fresh = self._fresh(world)
         self._asked.clear()
         self._service.fencing.epoch = world.view.epoch
-        self._feed(Installed(fresh.view, fresh.nodes))
+        self._feed(Installed(world.view, _nodes_of(world)))
         self.may_coordinate = world.member in self._machine.line[: 1 + STAND_INS_MAX]
-
-    def _fresh(self, world: World) -> Suspicion:
-        names = [world.identities[m].node for m in world.view.members]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        return Suspicion(world.member, world.view, tuple(numbers[name] for name in names))
 
     def complete(self, positions: Sequence[int]) -> None:
         pass
@@ -239,3 +234,10 @@ class Evictions:
     def _take_end(self, message: Message) -> None:
         may_restart, _, reason = message.text.partition(" ")
         self._feed(Ended(may_restart == "1", reason))
+
+
+def _nodes_of(world: World) -> tuple[int, ...]:
+    """A number for the node of each member of the view."""
+    names = [world.identities[m].node for m in world.view.members]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)

@@ -7,7 +7,7 @@ its address is known. Any thread may call; nothing here takes longer than ``time
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mpift.core.hangs import Phase
@@ -24,17 +24,21 @@ _ASKED_AT_ONCE = 16
 
 
 class Fencing:
-    """What the rank ``here`` can find out and do. ``addresses`` are those of the watchdogs by node,
-    0 for a port that is not known; ``liveness`` is this node's file."""
+    """What the rank ``here`` can find out and do: with this node's kernel alone, until ``arm``."""
 
     def __init__(self, here: ProcessIdentity, timeout_seconds: float) -> None:
         self._here = here
         self._timeout_seconds = timeout_seconds
-        self.addresses: dict[str, tuple[str, int]] = {}
-        self.token = ""
-        self.liveness: Liveness | None = None
-        self.epoch = 0
+        self._token = ""
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self._liveness: Liveness | None = None
+        self.epoch = 0  # in which others are asked to kill
         self.details: dict[int, str] = {}  # what other nodes' watchdogs said of their dead
+
+    def arm(self, token: str, liveness: Liveness, addresses: Mapping[str, tuple[str, int]]) -> None:
+        """From now on use this node's liveness file, and ask the watchdogs at these addresses, by
+        node, with the job's token."""
+        self._token, self._liveness, self._addresses = token, liveness, dict(addresses)
 
     # -- all at once, in a rebuild -----------------------------------------------------------------
 
@@ -65,7 +69,7 @@ class Fencing:
     def _stood_down(self, member: int) -> bool:
         """Whether a member of this node has ended because its part of the job had to: those that it
         has given up may not go on as if it had died."""
-        slots = self.liveness.slots if self.liveness is not None else {}
+        slots = self._liveness.slots if self._liveness is not None else {}
         return member in slots and slots[member].phase is Phase.STOOD_DOWN
 
     def _gone_elsewhere(self, candidate: ProcessIdentity, kill: bool) -> bool:
@@ -93,11 +97,11 @@ class Fencing:
         if processes.is_gone(suspect, self._here):
             stood_down = self._stood_down(suspect.member)
             return Finding.UNREACHABLE if stood_down else Finding.GONE
-        if self.liveness is None:
+        if self._liveness is None:
             return Finding.UNWATCHED
-        if self.liveness.watchdog.alive:
+        if self._liveness.watchdog.alive:
             return Finding.ALIVE
-        return self._look(suspect, self.liveness)
+        return self._look(suspect, self._liveness)
 
     def _look(self, suspect: ProcessIdentity, liveness: Liveness) -> Finding:
         """Without a watchdog: whether the suspect's loop turns, or waits in MPI as it may."""
@@ -114,7 +118,7 @@ class Fencing:
         return Finding.ALIVE if may_wait else Finding.STANDS_STILL
 
     def _ask(self, suspect: ProcessIdentity, kill: bool, seconds: float) -> Finding | None:
-        address = self.addresses.get(suspect.node, ("", 0))
+        address = self._addresses.get(suspect.node, ("", 0))
         if not address[1] or seconds <= 0:
             return None
         request = (
@@ -122,7 +126,7 @@ class Fencing:
             if kill
             else Inquire(suspect.member)
         )
-        answer = inquiries.ask(address, self.token, request, seconds)
+        answer = inquiries.ask(address, self._token, request, seconds)
         if answer is None or answer.state is State.UNKNOWN:
             return None
         if answer.state is State.STOOD_DOWN:

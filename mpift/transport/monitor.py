@@ -7,10 +7,11 @@ gone. And it takes care of the node's watchdog.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from mpift.config import Config
@@ -41,8 +42,7 @@ class Monitor:
         self.care: Callable[[], None] = lambda: None
         # Called in a rebuild that lasts, with its seconds so far: ends what it may wait for.
         self.unblock: Callable[[float], None] = lambda _seconds: None
-        # Since when the ranks tell each other who they are; None once they have.
-        self.introducing_since: float | None = None
+        self._introduced_since: float | None = None
         self._stopped = threading.Event()
         self._parent = os.getppid()
         self._gone_since: dict[int, float] = {}
@@ -50,6 +50,15 @@ class Monitor:
 
     def start(self) -> None:
         self._thread.start()
+
+    @contextlib.contextmanager
+    def introduction(self) -> Iterator[None]:
+        """Around what the ranks tell each other before anybody watches over them."""
+        self._introduced_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._introduced_since = None
 
     def stop(self) -> None:
         self._stopped.set()
@@ -85,7 +94,7 @@ class Monitor:
 
     def _check_introduction(self, now: float) -> None:
         """One that stands still before anybody watches over it keeps all others from starting."""
-        since, limit = self.introducing_since, self._config.start_timeout
+        since, limit = self._introduced_since, self._config.start_timeout
         if since is not None and now - since > limit:
             self._end_job(
                 ExitCode.SCRIPT_FAILED,

@@ -82,7 +82,7 @@ def test_without_a_watchdog_the_signs_of_life_and_the_kernel_decide(tmp_path: Pa
     here = identify(0)
     liveness = Liveness.create("token", here.node, (0, 1), tmp_path)
     fencing = Fencing(here, 0.5)
-    fencing.liveness = liveness
+    fencing.arm("token", liveness, {})
     process = subprocess.Popen(
         [sys.executable, "-c", BEATS, str(liveness.path)], stdout=subprocess.PIPE
     )
@@ -110,7 +110,7 @@ def test_one_that_stood_down_is_no_confirmed_death(
     here = identify(0)
     liveness = Liveness.create("token", here.node, (0, 1), tmp_path)
     fencing = Fencing(here, 0.1)
-    fencing.liveness = liveness
+    fencing.arm("token", liveness, {})
     suspect = identity_of(sleeper.pid)
     liveness.slots[1].stood_down()
     sleeper.kill()
