@@ -73,14 +73,13 @@ def main(command: list[str]) -> NoReturn:
 
 
 def _die_with_launcher() -> None:
-    global _launcher
-    signal.signal(_LAUNCHER_GONE, lambda *_: _end_group())
-    launcher = _launcher = os.getppid()
+    signal.signal(_LAUNCHER_GONE, lambda *_: _end_orphan())
+    launcher = os.getppid()
     _libc.prctl(_PR_SET_PDEATHSIG, int(_LAUNCHER_GONE), 0, 0, 0)
     # The launcher may have gone before that call, or even before the one above.
     adopted = launcher == 1 and "PMIX_RANK" in os.environ and _name_of(1) not in _LAUNCHERS
     if os.getppid() != launcher or adopted:
-        _end_group()
+        _end_orphan()
 
 
 def _name_of(pid: int) -> str:
@@ -103,7 +102,7 @@ def _prepare_signals() -> int:
     return wakeup
 
 
-_launcher = _child = 0
+_child = 0
 
 
 def _outlive(number: int, _: object) -> None:
@@ -201,7 +200,7 @@ def _forward(record: bytes) -> None:
     try:
         os.write(2, text + b"\n")
     except BrokenPipeError:
-        _end_group()  # nobody listens: the launcher is gone
+        _end_orphan()  # nobody listens
     except OSError:
         pass
 
@@ -209,10 +208,14 @@ def _forward(record: bytes) -> None:
 # -- ending ------------------------------------------------------------------------------------
 
 
+def _end_orphan() -> NoReturn:
+    """The launcher is gone: end this rank, and clean up after it, since nobody else will."""
+    segments.remove(segments.of_group(os.getpgrp()))
+    _end_group()
+
+
 def _end_group() -> NoReturn:
     """End this rank in the way that MPI notices, with all that it started."""
-    if os.getppid() != _launcher:  # nobody is left who would clean up after it
-        segments.remove(segments.of_group(os.getpgrp()))
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     if _child:

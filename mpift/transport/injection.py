@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 import psutil
 
-from mpift.core.chaos import ON_HEARTBEATS, Fault, Schedule
+from mpift.core.chaos import ON_HEARTBEATS, VERBS, Fault, Schedule
 from mpift.transport.heartbeat import Impairment
 
 
@@ -43,6 +43,8 @@ class Injector:
             if fault not in self._reported:
                 self._reported.add(fault)
                 self._report(fault, step)
+            elif not VERBS[fault.verb].lasts:
+                continue  # the same place once more, as after a closure's second evaluation
             self._carry_out(fault)
 
     def impairment(self, step: int) -> Impairment:

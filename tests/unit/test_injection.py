@@ -37,6 +37,18 @@ def test_a_fault_that_lasts_strikes_in_each_of_its_steps_and_is_told_once(
     assert told == [("slow:1@3-5:0.25", 3)]
 
 
+def test_a_fault_that_does_not_last_strikes_once_even_if_its_place_is_passed_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[float] = []
+    monkeypatch.setattr(injection, "hold_interpreter_lock", held.append)
+    made, told = injector("gil:1@3:2")
+    for _ in range(3):
+        made.strike(3, "step")
+    assert held == [2.0]
+    assert len(told) == 1
+
+
 def test_heartbeats_are_impaired_in_the_steps_of_the_fault_alone() -> None:
     made, told = injector("drop:1@3-5:0.25,corrupt:1@5-9:1")
     found = [made.impairment(step) for step in (2, 3, 5, 9, 10)]
