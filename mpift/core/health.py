@@ -50,11 +50,6 @@ class Band(enum.IntEnum):
     DEGRADED = 2
     CRITICAL = 3
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the score is below 0.8, near it or not."""
-        return self <= Band.NEAR
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:

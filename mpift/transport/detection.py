@@ -3,7 +3,7 @@
 The heartbeat carries what each rank says of itself; the coordinator of the view judges it: who is
 silent (``core/suspicion.py``), who stalls (``core/stalls.py``), whose health has been critical for
 too long. What it finds becomes an eviction, or an event for people. Only the service thread calls
-in here, but for ``start``.
+in here, but for ``unblock``.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Detection:
         self._told_band = Band.HEALTHY
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_timeout)
         self._stalled = False  # by the coordinator's word
+        self._unblocked = 0  # looks at others in rebuilds that last
         self._critical_since: dict[int, float] = {}
         self._epoch = world.view.epoch
         incarnations = {m: _incarnation(i.start_time) for m, i in world.identities.items()}
         self._incarnation = incarnations[world.member]
-        self.evictions = Evictions(service, config, self._silence, hooks.end)
         self.heartbeat = Heartbeat(
             config,
             incarnations,
@@ -75,11 +75,12 @@ class Detection:
                 packet=self._packet,
                 missed=self._missed,
                 heard=self._heard,
-                heads=lambda: self.evictions.heads,
+                heads=lambda: self.evictions.machine.heads,
                 may_coordinate=lambda: self.evictions.may_coordinate,
                 impairment=hooks.impairment,
             ),
         )
+        self.evictions = Evictions(service, config, self.heartbeat.silence, hooks.end)
 
     def start(self) -> None:
         """On the service thread: from now on this rank is heard, and hears."""
@@ -95,11 +96,16 @@ class Detection:
             return
         world, fencing = self._service.world, self._service.fencing
         here = world.identities[world.member]
-        for member in world.view.members:
-            other = world.identities[member]
-            looks_after = other.node == here.node or self._is_first_of_node(world.member)
-            if member == world.member or not looks_after:
-                continue
+        first = self._is_first_of_node(world.member)
+        others = [world.identities[m] for m in world.view.members if m != world.member]
+        mine = [other for other in others if first or other.node == here.node]
+        # The monitor has more to do: what time does not allow now is looked at in the next call.
+        deadline = time.monotonic() + self._config.fence_timeout
+        begin = self._unblocked % max(1, len(mine))
+        for other in (*mine[begin:], *mine[:begin]):
+            if time.monotonic() > deadline:
+                break
+            self._unblocked += 1
             if fencing.examine(other, kill=False) is Finding.STANDS_STILL:
                 fencing.examine(other, kill=True)
 
@@ -141,7 +147,7 @@ class Detection:
             accelerator=metrics.accelerator,
             health_score=self._health.score,
         )
-        if self.evictions.coordinator == service.world.member:
+        if self.evictions.machine.coordinator == service.world.member:
             self._judge(now, packet)
         return packet
 
@@ -184,7 +190,7 @@ class Detection:
         view = self._service.world.view
         packets = {m: p for m, p in self.heartbeat.last.items() if p.epoch == view.epoch}
         packets[own.member] = own
-        heard = {m: p for m, p in packets.items() if m not in self.evictions.suspects}
+        heard = {m: p for m, p in packets.items() if m not in self.evictions.machine.suspects}
         self._judge_stalls(now, heard)
         self._judge_health(now, heard)
 
@@ -220,7 +226,7 @@ class Detection:
                 )
 
     def _condemn(self, member: int, reason: str) -> None:
-        if member in self.evictions.condemned:
+        if member in self.evictions.machine.condemned:
             return
         identity = self._service.world.identities[member]
         self._hooks.emit(events.Evicted, identity.launch_rank, reason)
@@ -229,7 +235,7 @@ class Detection:
         self.evictions.condemn(member)
 
     def _missed(self, member: int, for_good: bool) -> None:
-        if member not in self.evictions.suspects:
+        if member not in self.evictions.machine.suspects:
             world = self._service.world
             self._hooks.emit(
                 events.Suspected,
@@ -240,13 +246,10 @@ class Detection:
         self.evictions.missed(member, for_good)
 
     def _heard(self, member: int) -> None:
-        if member in self.evictions.suspects:
+        if member in self.evictions.machine.suspects:
             identity = self._service.world.identities[member]
             self._hooks.emit(events.HeardAgain, identity.launch_rank, identity.host)
         self.evictions.heard(member)
-
-    def _silence(self, member: int) -> float:
-        return self.heartbeat.silence(member)
 
     # -- a stalled rank ----------------------------------------------------------------------------
 

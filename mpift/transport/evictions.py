@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mpift.config import Config
 from mpift.core.suspicion import (
@@ -41,11 +41,14 @@ from mpift.transport.world import World
 _END_SECONDS = 1.0
 _ASKED_AT_ONCE = 16
 
+T = TypeVar("T")
+
 
 class Evictions:
     """See the module's docstring; a ``Part`` of the service.
 
-    ``silence`` gives the seconds since a member was heard; ``end`` ends this process.
+    ``silence`` gives the seconds since a member was heard; ``end`` ends this process. ``machine``
+    holds what this rank knows of the others.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Evictions:
         self._silence = silence
         self._end = end
         view = service.world.view
-        self._machine = Suspicion(service.world.member, view, _nodes_of(service.world))
+        self.machine = Suspicion(service.world.member, view, _nodes_of(service.world))
         self.may_coordinate = False  # whether others may take this rank for the coordinator
         self._asked: dict[int, float] = {}  # members asked about by message, and until when
         self._ending: tuple[float, Stop, threading.Event] | None = None
@@ -75,37 +78,19 @@ class Evictions:
 
     # -- what the others tell ----------------------------------------------------------------------
 
-    @property
-    def coordinator(self) -> int:
-        """The member that this rank takes for the coordinator."""
-        return self._machine.coordinator
-
-    @property
-    def heads(self) -> tuple[int, ...]:
-        """The coordinator last, after all that it stands in for."""
-        return self._machine.heads
-
     def missed(self, member: int, for_good: bool) -> None:
         """The heartbeat finds a peer overdue."""
-        known = self._machine.for_good if for_good else self._machine.suspects
+        known = self.machine.for_good if for_good else self.machine.suspects
         if member not in known:
-            self._feed(Missed(self._machine.view.epoch, member, for_good))
+            self._feed(Missed(self.machine.view.epoch, member, for_good))
 
     def heard(self, member: int) -> None:
         """A peer that was overdue is heard again."""
-        self._feed(Heard(self._machine.view.epoch, member))
+        self._feed(Heard(self.machine.view.epoch, member))
 
     def condemn(self, member: int) -> None:
         """The settings say that this member has to go."""
-        self._feed(Condemned(self._machine.view.epoch, member))
-
-    @property
-    def suspects(self) -> frozenset[int]:
-        return self._machine.suspects
-
-    @property
-    def condemned(self) -> frozenset[int]:
-        return self._machine.condemned
+        self._feed(Condemned(self.machine.view.epoch, member))
 
     # -- a part of the loop ------------------------------------------------------------------------
 
@@ -113,7 +98,7 @@ class Evictions:
         self._asked.clear()
         self._service.fencing.epoch = world.view.epoch
         self._feed(Installed(world.view, _nodes_of(world)))
-        self.may_coordinate = world.member in self._machine.line[: 1 + STAND_INS_MAX]
+        self.may_coordinate = world.member in self.machine.line[: 1 + STAND_INS_MAX]
 
     def complete(self, positions: Sequence[int]) -> None:
         pass
@@ -131,17 +116,17 @@ class Evictions:
         for member, deadline in list(self._asked.items()):
             if now > deadline:
                 del self._asked[member]
-                self._learn(self._machine.view.epoch, member, Finding.UNREACHABLE)
+                self._learn(self.machine.view.epoch, member, Finding.UNREACHABLE)
         if now > self._tick_due:
             self._tick_due = now + self._config.heartbeat_interval
-            machine = self._machine
+            machine = self.machine
             if machine.suspects or machine.condemned or machine.told:
                 self._feed(Tick())
 
     # -- instructions ------------------------------------------------------------------------------
 
     def _feed(self, event: Event) -> None:
-        self._machine, instructions = self._machine.handle(event)
+        self.machine, instructions = self.machine.handle(event)
         for instruction in instructions:
             match instruction:
                 case Tell(to, suspects):
@@ -157,7 +142,7 @@ class Evictions:
 
     def _stop(self, stop: Stop) -> None:
         # A majority may end everybody; others that may be on another side decide for themselves.
-        machine = self._machine
+        machine = self.machine
         others = set(machine.view.members)
         if not stop.may_restart:
             others -= machine.suspects | machine.away
@@ -170,17 +155,31 @@ class Evictions:
         fencing = self._service.fencing
         suspect = self._service.world.identities[member]
 
-        def ask() -> None:
-            finding = fencing.examine(suspect, kill)
-            self._service.call(lambda: self._found(epoch, member, kill, finding))
+        self._aside(
+            lambda: fencing.examine(suspect, kill),
+            lambda finding: self._found(epoch, member, kill, finding),
+        )
 
-        self._pool.submit(ask)
+    def _aside(self, look: Callable[[], T], then: Callable[[T], None]) -> None:
+        """``look`` on another thread, ``then`` with what it returns in the loop. If it fails, so
+        does the loop, loudly: a suspect that is examined for ever would never be left out."""
+
+        def run() -> None:
+            try:
+                found = look()
+            except Exception as error:  # noqa: BLE001, it is raised again in the loop
+                problem = error
+                self._service.call(lambda: _fail(problem))
+            else:
+                self._service.call(lambda: then(found))
+
+        self._pool.submit(run)
 
     def _found(self, epoch: int, member: int, kill: bool, finding: Finding | None) -> None:
         if finding is not None:
             self._learn(epoch, member, finding)
             return
-        identities, machine = self._service.world.identities, self._machine
+        identities, machine = self._service.world.identities, self.machine
         there = [
             m
             for m in machine.view.members
@@ -196,7 +195,7 @@ class Evictions:
 
     def _learn(self, epoch: int, member: int, finding: Finding) -> None:
         patience = self._config.heartbeat_timeout
-        suspected = member in self._machine.suspects
+        suspected = member in self.machine.suspects
         if finding is Finding.UNREACHABLE and suspected and self._silence(member) < patience:
             # Its node may just be slow: it is asked again before the whole job is given up.
             finding = Finding.ALIVE
@@ -214,12 +213,10 @@ class Evictions:
         fencing = self._service.fencing
         suspect = self._service.world.identities[member]
 
-        def answer() -> None:
-            finding = fencing.examine_here(suspect, bool(kill))
-            text = f"{member} {finding.name}"
-            self._service.call(lambda: self._answer(message, text))
-
-        self._pool.submit(answer)
+        self._aside(
+            lambda: fencing.examine_here(suspect, bool(kill)),
+            lambda finding: self._answer(message, f"{member} {finding.name}"),
+        )
 
     def _answer(self, question: Message, text: str) -> None:
         view = self._service.world.view
@@ -234,6 +231,10 @@ class Evictions:
     def _take_end(self, message: Message) -> None:
         may_restart, _, reason = message.text.partition(" ")
         self._feed(Ended(may_restart == "1", reason))
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def _nodes_of(world: World) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -66,14 +67,20 @@ class Monitor:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped.wait(_PERIOD_SECONDS):
-            now = time.monotonic()
-            self._check_blocking(now)
-            self._check_introduction(now)
-            self._check_launcher()
-            if self._service.running:
-                self._check_neighbours(now)
-            self.care()
+        try:
+            while not self._stopped.wait(_PERIOD_SECONDS):
+                self._look(time.monotonic())
+        except Exception:  # noqa: BLE001, no thread of ours may fail in silence
+            trace = traceback.format_exc()
+            self._give_up(ExitCode.SCRIPT_FAILED, f"the monitor thread failed:\n{trace}")
+
+    def _look(self, now: float) -> None:
+        self._check_blocking(now)
+        self._check_introduction(now)
+        self._check_launcher()
+        if self._service.running:
+            self._check_neighbours(now)
+        self.care()
 
     def _check_blocking(self, now: float) -> None:
         """Calls that MPI may not come back from have a time limit each."""

@@ -108,7 +108,7 @@ def test_below_0_8_is_healthy_and_nothing_else_is(use: dict[str, float | None]) 
     assume(any(value is not None for value in use.values()))
     health = settled(metrics(use))
     assert health.score is not None
-    assert health.band.is_healthy == (health.score < HEALTHY_BELOW)
+    assert (health.band <= Band.NEAR) == (health.score < HEALTHY_BELOW)
     assert bool(health.reason) == (health.band is not Band.HEALTHY)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from mpift.config import Config
+from mpift.core.hangs import Phase
 from mpift.reduction.buckets import ParameterSpec, lay_out
 from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Operations
+from mpift.transport.liveness import Liveness, Slot
 from mpift.transport.service import Hooks, Service
 from mpift.transport.solo import SoloComm, SoloWorld
 
@@ -67,3 +70,35 @@ def test_a_fault_while_a_rank_leaves_keeps_no_lane_from_ending(breaking: int) ->
     service.thread.join(5)
     assert not service.thread.is_alive()
     assert service.world.view.epoch == 1  # the fault was there, and was recovered from
+
+
+class WatchingWorld(BreakingWorld):
+    """Notes whether the slot tells of a blocking call while the world is rebuilt."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(0)
+        self._slot = slot
+        self.limits: list[tuple[bool, float]] = []
+
+    def rebuild(self, *arguments: Any) -> Any:
+        self.limits.append((self._slot.blocked_since_seconds > 0, self._slot.blocked_limit_seconds))
+        return super().rebuild(*arguments)
+
+
+def test_the_watchdog_is_told_of_every_turn_and_of_a_call_that_may_block(tmp_path: Path) -> None:
+    liveness = Liveness.create("token", "node", (0,), tmp_path)
+    slot = liveness.slots[0]
+    world = WatchingWorld(slot)
+    hooks = Hooks(lambda *_: None, give_up, lambda _step, _point: None)
+    service = Service(lambda: world, Config(rebuild_timeout=77.0), hooks)
+    service.start()
+    service.call(lambda: service.show_life(slot))
+    service.call(lambda: service.add_lane(Operations(0)) and None)
+    beats = slot.beats
+    service.join_all()
+    service.thread.join(5)
+    assert world.limits == [(True, 77.0)]
+    assert slot.blocked_since_seconds == 0
+    assert slot.beats > beats
+    assert slot.phase is Phase.LEFT
+    liveness.close()
