@@ -45,6 +45,9 @@ _END_SECONDS = 10.0
 # last has started. After so long without a new one, those that are there are taken.
 _SETTLED_SECONDS = 2.0
 
+# Open MPI's launcher says this now and then, before there is any rank.
+_NOT_STARTED = "The PMIx server's listener thread failed to start"
+
 Scenario = Callable[..., Any]
 During = Callable[[list[psutil.Process]], None]
 
@@ -130,8 +133,25 @@ def run_job(
     """Run a launcher's ``command`` that starts ``ranks`` ranks, and end whatever it leaves.
 
     The outcome has no results. ``environment`` is added to this process's own; ``during`` is as in
-    ``run_ranks``.
+    ``run_ranks``. A launcher that could not start at all is started once more.
     """
+    try:
+        outcome = _run_once(command, ranks, timeout_seconds, environment, during)
+        if _NOT_STARTED not in outcome.stderr:
+            return outcome
+    except ChildProcessError as error:
+        if _NOT_STARTED not in str(error):
+            raise
+    return _run_once(command, ranks, timeout_seconds, environment, during)
+
+
+def _run_once(
+    command: Sequence[str],
+    ranks: int,
+    timeout_seconds: float,
+    environment: Mapping[str, str] | None,
+    during: During | None,
+) -> Outcome:
     whole = _environment(environment)
     token = whole[TOKEN_VARIABLE]
     begin = time.monotonic()

@@ -81,3 +81,13 @@ def test_a_cluster_that_does_not_come_up_is_refused_with_the_tool_s_words_and_le
     assert list(folder.iterdir()) == []
     with pytest.raises(ValueError, match="1 to 200 nodes, not 0"):
         cluster.VirtualCluster(0)
+
+
+def test_a_launcher_that_could_not_start_at_all_is_started_once_more(tmp_path: Path) -> None:
+    words = "The PMIx server's listener thread failed to start"
+    mark = tmp_path / "tried"
+    script = f'test -e {mark} && exit 0; touch {mark}; echo "{words}" >&2; exit 213'
+    assert ranks.run_job(["sh", "-c", script], ranks=1).exit_code == 0
+    always = f'echo x >> {mark}; echo "{words}" >&2; exit 213'
+    assert ranks.run_job(["sh", "-c", always], ranks=1).exit_code == 213
+    assert mark.read_text() == "x\nx\n"
