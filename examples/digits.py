@@ -2,8 +2,9 @@
 
     mpift run -np 4 python examples/digits.py
     mpift run -np 4 --chaos kill:2@50 python examples/digits.py
+    mpift run -np 4 --chaos slow:1@20-60:0.3 python examples/digits.py --patience adaptive
 
-Ranks may die on the way: the loop below has no code for that.
+Ranks may die or be late on the way: the loop below has no code for that.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="samples a rank and step")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of SGD with momentum")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quorum", help='majority, all, a number of ranks, or a fraction as "0.6"')
+    parser.add_argument("--patience", help="seconds to wait for late ranks, or adaptive")
+    parser.add_argument("--late", choices=("carry", "drop"), help="what becomes of late gradients")
     arguments = parser.parse_args()
 
     hvd.init()
@@ -65,14 +69,20 @@ def main() -> None:
     train, test = load_data()
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        quorum=arguments.quorum,
+        patience=arguments.patience,
+        late=arguments.late,
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     sampler = hvd.ElasticSampler(train, seed=arguments.seed)
     loader = DataLoader(train, batch_size=arguments.batch_size, sampler=sampler)
 
     for epoch in range(arguments.epochs):
         sampler.set_epoch(epoch)
-        for images, labels in loader:
+        for images, labels in hvd.rounds(loader):
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(images), labels)
             loss.backward()

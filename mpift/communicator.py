@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from mpift import runtime
 from mpift.config import Config
 from mpift.errors import MismatchError
+from mpift.reduction.codecs import Compressor
 from mpift.reduction.operations import OPERATORS, Kind, Operation
 
 
@@ -23,10 +24,24 @@ class Communicator:
     """All processes of the launch, or those of ``comm`` (an mpi4py communicator).
 
     Started without ``mpirun``, it has size 1 and loads no MPI. A context manager; at its end, or
-    with ``free``, this rank leaves.
+    with ``free``, this rank leaves. ``compressor`` says how its sums of floating-point numbers
+    travel, and is the same on all ranks: see ``allreduce``. Raises ``ValueError`` for anything else
+    as a compressor.
     """
 
-    def __init__(self, comm: Any = None, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        comm: Any = None,
+        config: Config | None = None,
+        compressor: Compressor | None = None,
+    ) -> None:
+        given: object = compressor
+        if given is not None and not isinstance(given, Compressor):
+            raise ValueError(
+                "compressor must be None or a Compressor, such as Compressor('fp16'), not"
+                f" {given!r}"
+            )
+        self._compressor = compressor or Compressor()
         self._runtime = runtime.start(comm, config)
 
     @property
@@ -55,10 +70,16 @@ class Communicator:
         ``op`` is "sum", "min", "max" or "product". Shape and dtype must be the same everywhere;
         the result is a new array of that shape and dtype, with the same bits on every rank. Raises
         ``MismatchError`` on every rank if they differ; the job can go on.
+
+        Sums of float32 and float64 go through the communicator's compressor, if it has one: each
+        rank's values and the sum are rounded to its type (float64 to float32 first; with fp16 what
+        is beyond 65504 becomes infinite), and added up in float32. Each call stands alone: what the
+        compressor leaves out is lost. Integers, booleans, minima, maxima and products stay exact.
         """
         if op not in OPERATORS:
             raise MismatchError(f"unknown operator {op!r}, known: {', '.join(OPERATORS)}")
-        return self._runtime.operate(Operation(Kind.ALLREDUCE, _contiguous(array), op))
+        operation = Operation(Kind.ALLREDUCE, _contiguous(array), op, compressor=self._compressor)
+        return self._runtime.operate(operation)
 
     def broadcast(self, array: ArrayLike, root: int = 0) -> np.ndarray:
         """The array of rank ``root``, as a new array on every rank.

@@ -20,6 +20,8 @@ from typing import Any
 from mpift import settings
 from mpift._version import __version__
 from mpift.core import chaos as chaos_grammar
+from mpift.core import closing
+from mpift.core import patience as waiting
 from mpift.errors import ConfigError
 from mpift.settings import ARGUMENT, DEFAULT, VERSION_KEY, Origin, Setting
 
@@ -101,8 +103,20 @@ class Config:
     bucket_bytes: int = _setting(8 << 20, "reduction", unit="bytes", low=1024)
     # The first bucket is small, so that the reduction starts early in backward.
     first_bucket_bytes: int = _setting(1 << 20, "reduction", unit="bytes", low=1024)
-    # Past this a majority need not wait for a late rank's gradient.
+    # How many ranks of the view must have arrived in a round before it may do without the others.
+    # A majority, so that rounds follow each other: two majorities have a rank in common.
+    quorum: str = _setting("majority", "reduction", parse=closing.parse_quorum)
+    # How long a round waits for late ranks then: "timeout" is sync_timeout, so that healthy runs
+    # are exactly synchronous; "adaptive" goes by how ranks arrive, and cuts stragglers.
+    patience: str = _setting("timeout", "reduction", parse=waiting.parse_patience)
+    # Past this a majority need not wait for a late rank's gradient; the longest that the adaptive
+    # patience waits.
     sync_timeout: float = _seconds(None, "reduction", low=0.001)
+    # A gradient that comes too late for its round counts in the next one, or not at all.
+    late: str = _setting("carry", "reduction", choices=("carry", "drop"))
+    # A rank that is this many rounds behind is waited for. Each costs memory for one result while
+    # a rank is behind.
+    max_lag: int = _setting(4, "reduction", unit="rounds", low=0, high=1000)
 
     # Deaths that come together (a node, a rack) are gathered before the first rebuild.
     gather_seconds: float = _seconds(0.02, "rebuild", high=10.0)

@@ -7,12 +7,11 @@ One runtime a process, since one thread owns MPI. ``start`` and ``shutdown`` are
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,15 +19,16 @@ import numpy as np
 
 from mpift import introduction
 from mpift.config import Config, unknown_variables
-from mpift.core import chaos, events, rounds
+from mpift.core import chaos, events
 from mpift.core.membership import View
 from mpift.devices.accelerators import accelerator_probe
 from mpift.devices.probes import HostProbe
-from mpift.errors import ConfigError, ExitCode, MismatchError, MpiftError, NotInitializedError
+from mpift.errors import ConfigError, ExitCode, MpiftError, NotInitializedError
 from mpift.observe import lines
 from mpift.observe.reporter import Reporter
-from mpift.reduction.gradients import GradientRounds
-from mpift.reduction.operations import Kind, Operation, Operations
+from mpift.reduction.calls import Calls, result_of
+from mpift.reduction.lanes import GradientLanes
+from mpift.reduction.operations import Operation
 from mpift.transport import exits, startup
 from mpift.transport.detection import Detection
 from mpift.transport.detection import Hooks as DetectionHooks
@@ -37,10 +37,9 @@ from mpift.transport.monitor import Monitor
 from mpift.transport.node import Node
 from mpift.transport.service import Hooks, Service
 from mpift.transport.solo import SoloWorld
-from mpift.transport.world import MAX_LANES, MpiWorld, Rebuilt
+from mpift.transport.world import MpiWorld, Rebuilt
 
-_OPERATIONS = 0  # lane 0; gradients have lanes 1 and up
-_FIRST_LANES = 2
+_FIRST_LANES = 2  # operations, and one optimizer's gradients
 _WORDS_CHARS = 200  # of a lost rank's last words, in the report of the new view
 
 _current: Runtime | None = None
@@ -85,14 +84,12 @@ class Runtime:
         self.identities = world.identities
         # The view as the script sees it: it changes only inside our calls.
         self.view: View = world.view
-        # Gradient rounds that the script asked for, and those whose result it got.
-        self.steps_called = self.steps_applied = 0
+        # Gradient rounds that the script asked for, those applied, and those of them it was late for.
+        self.steps_called = self.steps_applied = self.rounds_missed = 0
         self.round_view: View = world.view  # the view that reduced the last gradient round
-        self._operating = threading.Lock()
-        self._unfinished: Operation | None = None
-        self._waits = False
-        self._operations = Operations(self.member)
-        self.on_service(lambda: self._service.add_lane(self._operations))
+        self.gradients = GradientLanes(self._service, self.operate, self.on_service)
+        self._calls = Calls(self._service, self.member, self.gradients.make_room)
+        self.waiting = self._calls.waiting
         atexit.register(_at_exit)
         with self._monitor.introduction():
             self._detect()
@@ -120,7 +117,7 @@ class Runtime:
             emit=self._emit,
             end=lambda code, reason: self._give_up(code, reason, seen=False),
             leave=lambda reason: self._give_up(ExitCode.SCRIPT_FAILED, f"evicted: it {reason}"),
-            waits=lambda: self._waits,
+            waits=lambda: self._calls.waits,
             sample=probe.sample,
             impairment=self._injector.impairment,
         )
@@ -154,33 +151,13 @@ class Runtime:
         operation.check()
         self._exits.forget()
 
-        def begin() -> None:
-            self._operations.begin(operation)
-            self._service.lanes[_OPERATIONS].feed(self._service.world, rounds.Contributed(0))
-
-        with self._operating:
-            if self._unfinished is not None:
-                # The script caught an interrupt in the middle of it; it still has its turn.
-                self._unfinished.done.wait()
-            self._unfinished = operation
-            self._service.call(begin)
-            with self.waiting():
-                operation.done.wait()
-            self._unfinished = None
+        self._calls.carry_out(operation)
         self.see(operation.reduced_in)
-        if operation.error is not None:
-            raise operation.error
-        assert operation.result is not None
-        return operation.result
+        return result_of(operation)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around a wait of the script for other ranks: whoever doesn't wait then is stalled."""
-        self._waits = True
-        try:
-            yield
-        finally:
-            self._waits = False
+    def view_of(self, epoch: int) -> View:
+        """The view that had this number."""
+        return self._service.views[epoch]
 
     def see(self, epoch: int) -> None:
         """Let the script see the view of ``epoch``, unless it has seen a newer one."""
@@ -193,39 +170,6 @@ class Runtime:
         self.see(epoch)
 
     # -- gradients ---------------------------------------------------------------------------------
-
-    def open_lane(self, workload: GradientRounds) -> int:
-        """A lane for one optimizer's rounds; all ranks open theirs in the same order."""
-        opened: list[int] = []
-
-        def add() -> None:
-            if self._service.lanes_left:
-                opened.append(self._service.add_lane(workload))
-
-        self.operate(Operation(Kind.OPEN_LANE))
-        self.on_service(add)
-        if not opened:
-            raise MismatchError(
-                f"at most {MAX_LANES - 1} distributed optimizers can be made before a shutdown()"
-                " and a new init()"
-            )
-        return opened[0]
-
-    def contribute(self, lane: int, bucket: int) -> None:
-        """This rank's part of a bucket is in place."""
-        self._require_service()
-        self._service.feed(lane, rounds.Contributed(bucket))
-
-    def relayout(self, lane: int, change: Callable[[], None], buckets: int) -> None:
-        """Change a lane's layout between two rounds; returns when that is done. All ranks call
-        this for the same round; ``MismatchError`` if some have left already."""
-        self.operate(Operation(Kind.CHANGE_LAYOUT))
-
-        def apply() -> None:
-            change()
-            self._service.lanes[lane].set_buckets(buckets)
-
-        self.on_service(apply)
 
     def step_finished(self, step: int) -> None:
         """A step of this rank's optimizer is over."""
@@ -261,7 +205,7 @@ class Runtime:
         self._emit(events.RankFailed, self.host, code, reason, trace)
         if not self._service.running or threading.current_thread() is self._service.thread:
             return False
-        return self._service.farewell(reason)
+        return self._service.farewells.say(reason)
 
     def _give_up(self, code: int, reason: str, seen: bool = True) -> NoReturn:
         """This rank can't go on; others may, if they see something else."""
@@ -288,13 +232,15 @@ class Runtime:
         atexit.unregister(_at_exit)
         self._reporter.send_values(wanted=self.rank == 0)
         self._service.join_all()
+        self.gradients.see_through()
         self._service.thread.join()
         self._monitor.stop()
         if self._node is not None:
             self._node.leave()
         if self._probe is not None:
             self._probe.close()
-        self._emit(events.RankLeft, self.host, self.steps_called, self.steps_applied)
+        done = (self.steps_called, self.steps_applied, self.rounds_missed)
+        self._emit(events.RankLeft, self.host, *done)
         if self._service.world.finalize_would_hang:
             atexit.register(self._leave_without_finalize)
         else:

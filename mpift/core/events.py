@@ -139,11 +139,14 @@ class RankFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankLeft(Event):
-    """A rank's normal end. ``steps_called`` and ``steps_applied`` differ only if work was lost."""
+    """A rank's normal end. Of the ``steps_applied`` it was too late for ``rounds_missed``, and has
+    applied what the others made of them. Otherwise ``steps_called`` is less only if work was lost.
+    """
 
     host: str
     steps_called: int
     steps_applied: int
+    rounds_missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

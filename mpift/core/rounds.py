@@ -1,229 +1,294 @@
-"""Rounds: when a bucket may start, when a round is complete, and what happens to it after a fault.
+"""Rounds: majority reduction of gradients, as one rank goes through it.
 
-One ``Rounds`` is the view that one rank has of one *lane*, a stream of reductions that all members
-of a view go through in the same order. A round is a fixed number of buckets, started in one fixed
-order everywhere. The rules:
+A round reduces one gradient of each participant. The rules of *claims*, what this rank puts into a
+bucket of the open round, real data or zeros:
 
-* A bucket starts once this rank has contributed to it, or has joined (left its loop: zeros).
-* No bucket of round r+1 starts before all of r completed here. So survivors of a fault differ by
-  at most one round, and whoever is ahead still holds the result that the others lack.
-* After a fault, if someone completed round r, its result is handed to the others; if nobody did,
-  all buckets of r are reduced again from the kept contributions. Nothing is rolled back.
-* A round whose first bucket has no participant is the last: everybody has joined.
+* A bucket is claimed once a round and epoch, in bucket order; a rebuild re-opens all claims, and
+  what was claimed real before is claimed real again.
+* What is in place is claimed real at once. What is not is claimed as zeros when the coordinator
+  says so (``Nudged``: the others have waited long enough, or this rank is away), or when no more
+  can come (the rest of the same gradient was counted in an earlier round).
+* What was put in place too late for its round is *late*: it counts in the next one (``carry``), or
+  not at all. It is known to be late only when the round completed here, since a fault in between
+  re-opens the claim.
+* A rank may fall behind by ``max_lag`` rounds; then the group waits for it: it obeys no nudge until
+  its main thread has applied a round.
+* Where most ranks are away, nobody need wait for a round (``Declined``): what is in place but not
+  claimed goes back to the main thread; what is claimed counts when the round is closed, and until
+  then nothing else may be put in its place.
 
-The machine is a frozen value: ``handle`` returns the next state and the instructions to carry out,
-in order. Events of an older epoch are dropped.
+``Announce`` tells the coordinator where this rank stands; ``core.closing`` is its side. Without
+late ranks nothing waits for an answer.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
+from typing import Any
 
+from mpift.core.lockstep import Contributed, Joined, Lockstep, Start
 from mpift.errors import MpiftError
 
-# -- events ------------------------------------------------------------------------------------
+# -- events, besides those of ``lockstep`` -----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Contributed:
-    """This rank's part of ``bucket`` is in place and stays untouched until the round completes."""
+class Applied:
+    """The main thread has applied all rounds below ``rounds``; its next gradient is for that."""
 
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """This rank has left its loop and contributes zeros from now on."""
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True)
-class BucketCompleted:
-    """The collective of ``bucket`` completed here; ``participants`` ranks gave real data."""
-
-    epoch: int
-    bucket: int
-    participants: int
+class CarryNothing:
+    """From now on late gradients are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Faulted:
-    """MPI reported an error: nothing of this epoch counts any more."""
+class WentAway:
+    """The main thread does something else, in which others may have to wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reconciled:
-    """A new view is agreed; ``completed[i]`` is the number of rounds that its rank i completed."""
-
-    epoch: int
-    completed: tuple[int, ...]
+class CameBack:
+    """The main thread is back in its loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
-    """The result of ``round`` has arrived from (or left for) the others.
+class Awaited:
+    """The main thread waits until what is in place was counted; it has no more for now."""
 
-    ``reduced_in`` is the epoch that reduced it; ``last`` says that nobody took part in it."""
+
+@dataclass(frozen=True, slots=True)
+class Nudged:
+    """The coordinator closes ``round``: zeros for what isn't in place."""
 
     epoch: int
     round: int
-    reduced_in: int
-    last: bool
 
 
-Event = Contributed | Joined | BucketCompleted | Faulted | Reconciled | HandedOver
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Most ranks are away: nobody opens ``round`` now, and its step need not wait for it."""
+
+    epoch: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """All ranks have agreed to complete every round below ``rounds``, with what is in place."""
+
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All ranks have joined: ``last`` is the round with which the lane ends, its result unused."""
+
+    epoch: int
+    last: int
+
 
 # -- instructions ------------------------------------------------------------------------------
 
 
+class Standing(enum.IntEnum):
+    """Where a rank stands, for the coordinator."""
+
+    COMPUTING = 0
+    ARRIVED = 1  # all that it has for the open round is in place
+    AWAY = 2
+    LEFT = 3
+
+
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Start the collective of ``bucket``, with this rank's contribution or with zeros."""
+class Announce:
+    """Tell the coordinator; ``round`` is the first one that this rank has nothing claimed in."""
 
     epoch: int
+    standing: Standing
     round: int
-    bucket: int
-    real: bool
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """Send (as rank ``giver`` of the new view) or receive the result of ``round``."""
+class Drop:
+    """What is in place in these ``buckets`` was too late, and late gradients don't count."""
 
-    epoch: int
-    round: int
-    giver: int
+    buckets: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
-    """``round`` is complete here: give its result to whoever waits for it."""
+class GiveBack:
+    """The main thread may go on without a round. ``buckets`` are its own again, with what is in
+    them; the rest of what it had put in place is claimed, and counts when the round closes."""
 
-    round: int
-    reduced_in: int
+    buckets: frozenset[int]
 
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Everybody has joined: this lane ends."""
-
-    reduced_in: int
-
-
-Instruction = Start | HandOver | Deliver | Finish
 
 # -- the machine -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """One rank's state in one lane. Invariants: ``done`` holds only started buckets;
-    ``started`` <= ``buckets``; while ``suspended`` nothing starts or completes."""
+class Rounds(Lockstep):
+    """One rank's state in a lane of gradients. ``done`` holds only claimed buckets."""
 
-    buckets: int
-    # True: a bucket starts only after the one before it completed, since its size depends on it.
-    in_turn: bool = False
-    epoch: int = 0
-    completed: int = 0  # rounds completed here, so also the number of the open round
-    contributed: frozenset[int] = frozenset()
-    started: int = 0  # buckets of the open round that were started in this epoch
-    done: frozenset[int] = frozenset()
+    max_lag: int = 0
+    carry: bool = True
+    applied: int = 0
+    waiting: frozenset[int] = frozenset()  # in place, and not claimed since
+    held: frozenset[int] = frozenset()  # claimed real for the open round, in whatever epoch
+    late: bool = False  # these are of a gradient that was meant for an earlier round
+    claims: tuple[bool, ...] = ()  # of the open round, in this epoch
+    nudged: int = -1  # highest round that was nudged in this epoch
+    flush: int = 0  # rounds below this are completed with what is there
+    last: int | None = None
+    awaited: bool = False
+    away: bool = False
     joined: bool = False
-    suspended: bool = False
-    finished: bool = False
+    announced: tuple[Standing, int] = (Standing.COMPUTING, -1)
 
-    def handle(self, event: Event) -> tuple[Rounds, tuple[Instruction, ...]]:
-        """The state after ``event``, and what to do, in order."""
+    def handle(self, event: Any) -> tuple[Rounds, tuple[Any, ...]]:
+        state, instructions = self._handle(event)
+        announced, words = state._announce()
+        return announced, (*instructions, *words)
+
+    def _handle(self, event: Any) -> tuple[Rounds, tuple[Any, ...]]:  # noqa: C901, one match
         match event:
             case Contributed(bucket):
-                return self._contribute(bucket)._start()
-            case Joined():
-                return replace(self, joined=True)._start()
-            case BucketCompleted(epoch, bucket, participants):
-                if epoch != self.epoch or self.suspended:
-                    return self, ()
-                return self._complete_bucket(bucket, participants)
-            case Faulted():
-                return replace(self, suspended=True), ()
-            case Reconciled(epoch, completed):
-                return self._reconcile(epoch, completed)
-            case HandedOver(epoch, round_, reduced_in, last):
+                return self._contribute(bucket)
+            case Applied(rounds):
+                return self._apply(rounds)._start()
+            case Nudged(epoch, round_):
                 if epoch != self.epoch:
                     return self, ()
-                return self._take_over(round_, reduced_in, last)
+                return replace(self, nudged=max(self.nudged, round_))._start()
+            case Declined(epoch, round_):
+                if (epoch, round_) != (self.epoch, self.completed) or not self.awaited:
+                    return self, ()
+                return self._give_back()
+            case Awaited():
+                return replace(self, awaited=True)._start()
+            case CarryNothing():
+                return replace(self, carry=False), ()
+            case WentAway():
+                return replace(self, away=True), ()
+            case CameBack():
+                return replace(self, away=False), ()
+            case Joined():
+                return replace(self, joined=True), ()
+            case Flushed(rounds):
+                return replace(self, flush=max(self.flush, rounds))._start()
+            case Ended(epoch, last):
+                if epoch != self.epoch:
+                    return self, ()
+                return replace(self, last=last)._start()
+        return Lockstep.handle(self, event)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that was put in place is still to be counted."""
+        return not (self.waiting or self.held)
 
     def with_buckets(self, buckets: int) -> Rounds:
         """The same lane with another number of buckets from its open round on."""
-        if self.contributed or self.started:
+        if self.claims or not self.settled:
             raise MpiftError("the layout of a round cannot change after its first contribution")
         return replace(self, buckets=buckets)
 
-    def _contribute(self, bucket: int) -> Rounds:
-        if bucket in self.contributed or not 0 <= bucket < self.buckets:
-            raise MpiftError(f"bucket {bucket} of round {self.completed} is contributed twice")
-        return replace(self, contributed=self.contributed | {bucket})
+    # -- claims --------------------------------------------------------------------------------
 
-    def _start(self) -> tuple[Rounds, tuple[Instruction, ...]]:
-        """Start whatever may start now, in bucket order."""
+    def _contribute(self, bucket: int) -> tuple[Rounds, tuple[Any, ...]]:
+        if bucket in self.held | self.waiting or not 0 <= bucket < self.buckets:
+            raise MpiftError(f"bucket {bucket} of round {self.completed} is contributed twice")
+        if not self.carry and self.applied < self.completed:
+            return self, (Drop(frozenset({bucket})),)
+        late = self.late or self.applied < self.completed
+        return replace(self, waiting=self.waiting | {bucket}, late=late)._start()
+
+    def _start(self) -> tuple[Rounds, tuple[Any, ...]]:
+        state, starts = self, []
+        while not (state.suspended or state.finished) and len(state.claims) < state.buckets:
+            bucket = len(state.claims)
+            real = bucket in state.held | state.waiting
+            if not (state._has_room() and (real or state._closed())):
+                break
+            if bucket in state.waiting and bucket not in state.held:
+                state = replace(state, waiting=state.waiting - {bucket}, held=state.held | {bucket})
+            state = replace(state, claims=(*state.claims, real))
+            late = real and state.late
+            starts.append(Start(state.epoch, state.completed, bucket, real, late))
+        return state, tuple(starts)
+
+    def _has_room(self) -> bool:
+        """Whether a place in the ring of results is free; the last round's result is not kept."""
+        return self.completed - self.applied <= self.max_lag or self.completed == self.last
+
+    def _closed(self) -> bool:
+        """Whether nothing more comes from this rank for the open round."""
+        asked = self.nudged >= self.completed or self.flush > self.completed
+        ending = self.last is not None and self.last >= self.completed
+        return asked or ending or (self.awaited and not self.settled)
+
+    def _give_back(self) -> tuple[Rounds, tuple[Any, ...]]:
+        back = replace(self, waiting=frozenset(), late=True, awaited=False)
+        return back, (GiveBack(self.waiting),)
+
+    def _apply(self, rounds: int) -> Rounds:
+        behind = not self.settled or rounds < self.completed
+        return replace(
+            self,
+            applied=rounds,
+            awaited=self.awaited and not self.settled,
+            late=self.late and behind,
+        )
+
+    # -- the open round ------------------------------------------------------------------------
+
+    def _completed_one(self, bucket: int, participants: int) -> tuple[Rounds, tuple[Any, ...]]:
+        if len(self.done) < self.buckets:
+            return self, ()
+        return self._complete_round(self.epoch, self.completed == self.last)
+
+    def _complete_round(self, reduced_in: int, last: bool) -> tuple[Rounds, tuple[Any, ...]]:
+        after, instructions = Lockstep._complete_round(self, reduced_in, last)
+        if self.carry or not self.waiting:
+            return after, instructions
+        return after, (*instructions, Drop(self.waiting))
+
+    def _next_round(self) -> Rounds:
+        waiting = self.waiting if self.carry else frozenset[int]()
+        return replace(self, waiting=waiting, held=frozenset(), late=bool(waiting), claims=())
+
+    def _reopened(self, epoch: int) -> Rounds:
+        return replace(self, claims=(), nudged=-1, last=None, announced=(Standing.COMPUTING, -1))
+
+    def _counted(self) -> frozenset[int]:
+        return self.held
+
+    # -- words to the coordinator --------------------------------------------------------------
+
+    def _announce(self) -> tuple[Rounds, tuple[Any, ...]]:
         if self.suspended or self.finished:
             return self, ()
-        starts: list[Instruction] = []
-        bucket = self.started
-        while bucket < self.buckets and self._may_start(bucket):
-            real = (0 if self.in_turn else bucket) in self.contributed
-            starts.append(Start(self.epoch, self.completed, bucket, real))
-            bucket += 1
-        return replace(self, started=bucket), tuple(starts)
+        if self.joined:
+            word = (Standing.LEFT, self.completed + (not self.settled))
+        elif self.awaited and not self.settled:
+            word = (Standing.ARRIVED, self.completed)
+        elif self.away:
+            word = (Standing.AWAY, self.completed)
+        else:
+            word = (Standing.COMPUTING, self.completed)
+        if self._known(word):
+            return self, ()
+        return replace(self, announced=word), (Announce(self.epoch, *word),)
 
-    def _may_start(self, bucket: int) -> bool:
-        if self.in_turn:
-            # The first bucket's contribution stands for the whole operation.
-            return (0 in self.contributed or self.joined) and len(self.done) == bucket
-        if bucket in self.contributed:
-            return True
-        # A joined rank learns from the first bucket whether anybody goes on.
-        return self.joined and (bucket == 0 or 0 in self.done)
-
-    def _complete_bucket(
-        self, bucket: int, participants: int
-    ) -> tuple[Rounds, tuple[Instruction, ...]]:
-        state = replace(self, done=self.done | {bucket})
-        last = bucket == 0 and participants == 0
-        if last or len(state.done) == state.buckets:
-            return state._complete_round(self.epoch, last)
-        return state._start()
-
-    def _complete_round(
-        self, reduced_in: int, last: bool
-    ) -> tuple[Rounds, tuple[Instruction, ...]]:
-        finished = replace(
-            self,
-            completed=self.completed + 1,
-            contributed=frozenset(),
-            started=0,
-            done=frozenset(),
-            finished=last,
-        )
-        if last:
-            return finished, (Finish(reduced_in),)
-        state, starts = finished._start()
-        return state, (Deliver(self.completed, reduced_in), *starts)
-
-    def _reconcile(
-        self, epoch: int, completed: tuple[int, ...]
-    ) -> tuple[Rounds, tuple[Instruction, ...]]:
-        behind, ahead = min(completed), max(completed)
-        if ahead - behind > 1:
-            raise MpiftError(f"members of one view are at rounds {completed}: more than one apart")
-        state = replace(self, epoch=epoch, started=0, done=frozenset())
-        if ahead > behind:
-            giver = completed.index(ahead)
-            return replace(state, suspended=True), (HandOver(epoch, behind, giver),)
-        return replace(state, suspended=False)._start()
-
-    def _take_over(
-        self, round_: int, reduced_in: int, last: bool
-    ) -> tuple[Rounds, tuple[Instruction, ...]]:
-        state = replace(self, suspended=False)
-        if state.completed == round_:
-            return state._complete_round(reduced_in, last)
-        return state._start()
+    def _known(self, word: tuple[Standing, int]) -> bool:
+        """Whether the coordinator knows as much: rounds pass, and it sees that by itself."""
+        standing, round_ = word
+        before, at = self.announced
+        if standing is Standing.COMPUTING:
+            counted = before is Standing.ARRIVED and at < round_
+            return before is standing or counted
+        return before is standing and (standing is Standing.AWAY or at == round_)

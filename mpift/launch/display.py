@@ -131,6 +131,8 @@ def status_text(story: Story) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())
     return ", ".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
@@ -138,6 +140,7 @@ _LABELS = {
     "recovery_seconds": "seconds from each injected death to the next finished step",
     "hang_recovery_seconds": "seconds from each injected hang to the next finished step",
     "rebuild_seconds": "seconds to rebuild the world after each loss",
+    "rounds_missed": "rounds that a rank was too late for (rank: rounds)",
 }
 
 

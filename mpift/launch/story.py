@@ -295,7 +295,8 @@ class Story:
         lost = 0
         for member in self.members.values():
             if member.left and member.ended_well:
-                lost += member.left.steps_called - member.left.steps_applied
+                own = member.left.steps_applied - member.left.rounds_missed
+                lost += member.left.steps_called - own
                 lost += max(0, member.last_step + 1 - member.left.steps_applied)
         return lost
 

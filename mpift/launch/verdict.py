@@ -156,6 +156,12 @@ def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[
         "rebuild_seconds": [round(seconds, _DIGITS) for seconds in story.rebuild_seconds],
         "steps": story.steps,
         "steps_lost": story.steps_lost,
+        # By rank, of those that were late at all.
+        "rounds_missed": {
+            str(number): member.left.rounds_missed
+            for number, member in sorted(story.members.items())
+            if member.left and member.left.rounds_missed
+        },
         "failed_ranks": [
             {
                 "rank": failure.rank,

@@ -1,12 +1,13 @@
 """Flat fusion buffers: how parameters are laid out in buckets, and the memory behind them.
 
-A bucket holds parameters of one dtype and, at its end, one used-count a parameter and the
-participation count, all as elements of the sum:
+A bucket holds parameters of one dtype and, at its end, one used-count a parameter, the number of
+late gradients and the participation count, all as elements of the sum:
 
-    [ parameter 0 | parameter 1 | ... | used 0 | used 1 | ... | participation ]
+    [ parameter 0 | parameter 1 | ... | used 0 | used 1 | ... | late | participation ]
 
-So every rank reads from the result alone how many ranks took part and whether anybody used a
-parameter. Half types are widened to float32, because MPI has no half-precision sum.
+So every rank reads from the result alone how many ranks took part, whether anybody used a
+parameter, and whether anybody's gradient was meant for an earlier round. Half types are widened to
+float32, because MPI has no half-precision sum.
 
 Copies a gradient byte: one in (``p.grad`` to the contribution), one out (result to ``p.grad``, the
 division included). ``p.grad`` never aliases either, since users clip and zero it in place.
@@ -47,6 +48,11 @@ class Bucket:
     dtype: np.dtype
     slots: tuple[Slot, ...]
     length: int
+
+    @property
+    def late(self) -> int:
+        """Index of the number of late gradients."""
+        return self.length - 2
 
     @property
     def participation(self) -> int:
@@ -105,47 +111,66 @@ def _bucket(parameters: Sequence[ParameterSpec], dtype: str, numbers: Iterable[i
         stop = start + parameters[number].elements
         slots.append(Slot(number, start, stop, total + position))
         start = stop
-    return Bucket(SUM_DTYPES[dtype], tuple(slots), total + len(numbers) + 1)
+    return Bucket(SUM_DTYPES[dtype], tuple(slots), total + len(numbers) + 2)
 
 
-class Buffers:
-    """The memory of one layout: a contribution and two results a bucket.
-
-    Two results, because the last completed round's must stay for a hand-over while the next is
-    being received. A buffer that MPI may still touch after a fault is replaced, never reused.
+class Contributions:
+    """The memory of what this rank puts into the rounds of one layout: a buffer a bucket, and what
+    is carried to a later round. A buffer that MPI may still read is replaced, never reused.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.contributions = [_zeros(bucket) for bucket in layout.buckets]
-        self._results = [[_zeros(b) for b in layout.buckets] for _ in range(2)]
+        self.buffers = [empty_bucket(bucket) for bucket in layout.buckets]
+        # What has found no round yet, and is added to the next gradient.
+        self._carried: list[np.ndarray | None] = [None] * len(layout.buckets)
         self._zeros: list[np.ndarray | None] = [None] * len(layout.buckets)
-
-    def result(self, round_: int, bucket: int) -> np.ndarray:
-        """Where ``bucket`` of ``round_`` is received."""
-        return self._results[round_ % 2][bucket]
 
     def zeros(self, bucket: int) -> np.ndarray:
         """A contribution of nothing: no data, nobody used anything, no participation."""
         zeros = self._zeros[bucket]
         if zeros is None:
-            zeros = self._zeros[bucket] = _zeros(self.layout.buckets[bucket])
+            zeros = self._zeros[bucket] = empty_bucket(self.layout.buckets[bucket])
         return zeros
-
-    def replace_result(self, round_: int, bucket: int) -> np.ndarray:
-        """A fresh buffer in place of one that may still be written to."""
-        fresh = _zeros(self.layout.buckets[bucket])
-        self._results[round_ % 2][bucket] = fresh
-        return fresh
 
     def drop_zeros(self, bucket: int) -> None:
         """Forget the zeros of a bucket: whoever still reads them keeps them."""
         self._zeros[bucket] = None
 
-    def replace_contribution(self, bucket: int) -> None:
+    def replace(self, bucket: int) -> None:
         """A fresh buffer in place of one that may still be read from."""
-        self.contributions[bucket] = _zeros(self.layout.buckets[bucket])
+        self.buffers[bucket] = empty_bucket(self.layout.buckets[bucket])
+
+    def target(self, bucket: int, withheld: bool) -> tuple[np.ndarray, bool]:
+        """Where a gradient is put, and whether it is added to what is there: into the buffer for
+        the open round, with what was carried; or, ``withheld``, to what is carried."""
+        carried = self._carried[bucket]
+        if withheld:
+            if carried is not None:
+                return carried, True
+            carried = self._carried[bucket] = empty_bucket(self.layout.buckets[bucket])
+            return carried, False
+        if carried is None:
+            return self.buffers[bucket], False
+        self.buffers[bucket], self._carried[bucket] = carried, None
+        return carried, True
+
+    def carry(self, bucket: int) -> None:
+        """What is in a buffer has found no round: keep it for the next gradient."""
+        given, carried = self.buffers[bucket], self._carried[bucket]
+        if carried is None:
+            self._carried[bucket] = given
+            self.replace(bucket)
+            return
+        carried += given
+        counts = carried[self.layout.buckets[bucket].slots[0].used :]
+        np.minimum(counts, 1, out=counts)
+
+    def forget_carried(self) -> None:
+        """Nothing is carried on."""
+        self._carried = [None] * len(self.buffers)
 
 
-def _zeros(bucket: Bucket) -> np.ndarray:
+def empty_bucket(bucket: Bucket) -> np.ndarray:
+    """Zeroed memory for one bucket."""
     return np.zeros(bucket.length, bucket.dtype)

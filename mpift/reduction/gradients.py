@@ -1,97 +1,291 @@
 """Gradient rounds: the workload of a lane that reduces one optimizer's buckets.
 
-The main thread fills contributions and waits for rounds; the service thread starts collectives and
-delivers. Between the two stands only ``contribute`` (a bucket is in place) and ``wait``.
+The main thread fills contributions, waits for the round that they count in, and applies results in
+order; the service thread starts collectives and delivers. A gradient is *under way* from
+``contribute`` on until all of it was counted, dropped as too late, or given back.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpift.core import rounds
+from mpift.core import lockstep, rounds
+from mpift.core.closing import Quorum
 from mpift.errors import GradientError
-from mpift.reduction.buckets import Buffers, Layout
+from mpift.reduction.buckets import Contributions, Layout
+from mpift.reduction.compressed import GRADIENT_TAG, GRADIENT_TAGS_A_LANE, CompressedSum
+from mpift.reduction.results import Results
 from mpift.transport.lane import Started
 from mpift.transport.world import LaneReport, World
 
 
+@dataclass(frozen=True, slots=True)
+class RoundRules:
+    """How one optimizer's rounds treat late ranks; the same on every rank.
+
+    ``quorum`` is "majority", "all", a number of ranks or a fraction of the view; ``patience`` is in
+    seconds or "adaptive"; ``max_lag`` is in rounds."""
+
+    quorum: Quorum
+    patience: float | str
+    carry: bool
+    max_lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A completed round, as this rank saw it. ``participants`` counts the ranks in its fullest and
+    ``least`` those in its emptiest bucket; ``stale`` counts those whose gradients were meant for an
+    earlier round; ``late`` are members that it did not wait for."""
+
+    round: int
+    epoch: int
+    participants: int
+    least: int
+    stale: int
+    late: tuple[int, ...]
+
+
 class GradientRounds:
-    """A ``Workload`` over the buckets of ``layout``."""
+    """A ``Workload`` over the buckets of ``layout``. ``sums`` makes, for a bucket, what reduces it
+    compressed; None for MPI's own sum."""
 
-    in_turn = False
-
-    def __init__(self, layout: Layout) -> None:
-        self.buffers = Buffers(layout)
+    def __init__(
+        self,
+        layout: Layout,
+        rules: RoundRules,
+        compress: Callable[[Layout, int], CompressedSum | None] = lambda _layout, _bucket: None,
+    ) -> None:
+        self.rules = rules
+        self.carries = rules.carry
+        self._compress = compress
         self._open = 0  # number of the open round, on the service thread
+        self._feed: Callable[[Any], None]
+        self._tag: int
+        self._news = threading.Condition()
+        self._delivered: dict[int, Delivered] = {}  # completed and not applied
+        self.completed = 0
+        self._under_way: set[int] = set()
+        self._whole = False  # all buckets of the main thread's gradient were contributed
+        self._own: int | None = None  # the round in which the last of it was counted
+        self._ours: int | None = None  # the last such round that the main thread took as its own
+        self._declined = False
+        self._late: dict[int, tuple[int, ...]] = {}
+        self._lay(layout)
+        self.results = Results(layout)
+
+    def _lay(self, layout: Layout) -> None:
+        self.contributions = Contributions(layout)
+        self._sums = [self._compress(layout, bucket) for bucket in range(len(layout.buckets))]
         # Contributions that MPI may still read: replaced before the next round fills them.
         self._read_on: set[int] = set()
-        self._delivered = threading.Condition()
-        self._last_round, self._last_epoch = -1, -1
-        # The last completed round's result, for those that lack it: kept even when the layout
-        # changes after it.
-        self._kept: list[np.ndarray] = []
 
     @property
     def buckets(self) -> int:
-        return len(self.buffers.layout.buckets)
+        return len(self.contributions.layout.buckets)
+
+    def machine(self, epoch: int) -> rounds.Rounds:
+        return rounds.Rounds(
+            self.buckets, epoch=epoch, max_lag=self.rules.max_lag, carry=self.rules.carry
+        )
+
+    def bind(self, lane: int, feed: Callable[[Any], None]) -> None:
+        """``feed`` takes events to this workload's ``lane``, from any thread."""
+        self._feed = feed
+        self._tag = GRADIENT_TAG + lane * GRADIENT_TAGS_A_LANE
 
     def relayout(self, layout: Layout) -> None:
         """Another layout from the open round on; on the service thread, between rounds."""
-        self.buffers = Buffers(layout)
-        self._read_on.clear()
+        self._lay(layout)
+        self.results = self.results.relayout(layout)
 
     # -- for the main thread -----------------------------------------------------------------------
 
-    def wait(self, round_: int) -> int:
-        """Wait until ``round_`` is complete here; returns the epoch that reduced it.
+    @property
+    def busy(self) -> bool:
+        """Whether an earlier gradient is under way, or was counted in a round yet to be applied as
+        its own: then no other is contributed."""
+        with self._news:
+            return bool(self._under_way) or self._own is not None
 
-        The wait has no limit of its own: a hung rank is the watchdog's affair.
+    def contribute(self, bucket: int, whole: bool) -> None:
+        """This rank's part of a bucket is in place; ``whole`` if it is the last of its gradient."""
+        with self._news:
+            self._under_way.add(bucket)
+            self._whole = whole
+        self._feed(lockstep.Contributed(bucket))
+
+    def settle(self, replay: Callable[[int], None]) -> tuple[int | None, bool]:
+        """Wait until the gradient that is under way is not any more. Returns the round in which the
+        last of it was counted, None if it was dropped as too late; and whether, instead, this rank
+        has to go on without a round because the others are away.
+
+        ``replay(n)`` has to apply all rounds below n, which hold no more of this rank's gradient
+        than a part. The wait has no limit of its own: a hung rank is the watchdog's affair.
         """
-        with self._delivered:
-            self._delivered.wait_for(lambda: self._last_round >= round_)
-            return self._last_epoch
+        with self._news:
+            self._declined = False
+            applied = min(self._delivered, default=self.completed)
+        self._feed(rounds.Awaited())
+        while True:
+            with self._news:
+                self._news.wait_for(functools.partial(self._has_news, applied))
+                if self._declined and self._own is None:
+                    break
+                if not self._under_way:
+                    break
+                applied = self.completed
+            replay(applied)  # or this rank runs out of room, and its gradient waits for ever
+        with self._news:
+            declined = self._declined and self._own is None
+            own, self._own = self._own, None
+            self._ours = own
+        if not self.carries:
+            self.contributions.forget_carried()
+        return own, declined
 
-    def result(self, round_: int, bucket: int) -> np.ndarray:
-        """The sum over all participants, counts included. Not to be written to."""
-        return self.buffers.result(round_, bucket)
+    def _has_news(self, applied: int) -> bool:
+        return self._declined or not self._under_way or self.completed > applied
+
+    def will_have_record(self, round_: int) -> bool:
+        """Whether this rank's script may still come to deal with ``round_`` itself."""
+        with self._news:
+            return round_ >= self.completed or round_ in (self._own, self._ours)
+
+    def target(self) -> int:
+        """On the service thread: the first round that this rank has nothing claimed in."""
+        with self._news:
+            return self.completed + bool(self._under_way)
+
+    def flush(self, rounds_: int) -> None:
+        """All ranks have agreed to complete that many rounds, with what is in place."""
+        self._feed(rounds.Flushed(rounds_))
+
+    def carry_nothing(self) -> None:
+        """From now on late gradients are dropped, whatever the rules say."""
+        if self.carries:
+            self.carries = False
+            self._feed(rounds.CarryNothing())
+
+    def disown(self) -> int | None:
+        """The round in which a gradient was counted that nobody waited for, if there is one; it is
+        then applied like any other that this rank has not seen."""
+        with self._news:
+            own, self._own = self._own, None
+            return own
+
+    def delivered(self, round_: int) -> Delivered | None:
+        """What ``round_`` was, once it is complete here and until it was applied."""
+        with self._news:
+            return self._delivered.get(round_)
+
+    def wait(self, rounds_: int, timeout: float | None = None) -> bool:
+        """Wait until that many rounds are complete here."""
+        with self._news:
+            return self._news.wait_for(lambda: self.completed >= rounds_, timeout)
+
+    def applied(self, round_: int) -> None:
+        """The main thread is through with ``round_``."""
+        with self._news:
+            del self._delivered[round_]
+        self.results.release(round_)
+        self._feed(rounds.Applied(round_ + 1))
 
     # -- for the lane ------------------------------------------------------------------------------
 
-    def start(self, world: World, comm: Any, start: rounds.Start) -> Started:
-        buffers = self.buffers
-        send = buffers.contributions[start.bucket] if start.real else buffers.zeros(start.bucket)
-        receive = buffers.result(start.round, start.bucket)
+    def start(self, world: World, comm: Any, start: lockstep.Start) -> Sequence[Started]:
+        bucket = start.bucket
+        mine = self.contributions.buffers[bucket]
+        place = self.contributions.layout.buckets[bucket].late
+        if start.real and mine[place] != start.late:
+            mine[place] = start.late
+        receive = self.results.receive(bucket)
+        compressed = self._sums[bucket]
+        if compressed is not None:
+            started = compressed.start(
+                world.control, self._tag + bucket, mine if start.real else None
+            )
+            if not started:
+                compressed.result(receive)
+            return started
+        send = mine if start.real else self.contributions.zeros(bucket)
         request = comm.Iallreduce(send, receive, world.operator("sum"))
-        return Started(request, (send, receive))
+        return [Started(request, (send, receive))]
+
+    def proceed(self, world: World, comm: Any, bucket: int) -> Sequence[Started]:
+        compressed = self._sums[bucket]
+        if compressed is None:
+            return []
+        started = compressed.proceed(world.control)
+        if not started:
+            compressed.result(self.results.receive(bucket))
+        return started
 
     def participants(self, bucket: int) -> int:
-        result = self.buffers.result(self._open, bucket)
-        return round(float(result[self.buffers.layout.buckets[bucket].participation]))
+        place = self.contributions.layout.buckets[bucket].participation
+        return round(float(self.results.receive(bucket)[place]))
 
-    def deliver(self, round_: int, reduced_in: int) -> None:
-        for bucket in self._read_on:
-            self.buffers.replace_contribution(bucket)
-        self._read_on.clear()
-        self._kept = [self.buffers.result(round_, bucket) for bucket in range(self.buckets)]
-        self._open = round_ + 1
-        with self._delivered:
-            self._last_round, self._last_epoch = round_, reduced_in
-            self._delivered.notify_all()
+    def _stale(self, bucket: int) -> int:
+        place = self.contributions.layout.buckets[bucket].late
+        return round(float(self.results.receive(bucket)[place]))
+
+    def deliver(self, deliver: lockstep.Deliver) -> None:
+        for bucket in self._read_on & deliver.counted:
+            self.contributions.replace(bucket)
+        self._read_on -= deliver.counted
+        for compressed in self._sums:
+            if compressed is not None:
+                compressed.settle()
+        counts = [self.participants(bucket) for bucket in range(self.buckets)]
+        stale = max(self._stale(bucket) for bucket in range(self.buckets))
+        late = self._late.pop(deliver.round, ())
+        self.results.complete(deliver.round)
+        self._open = deliver.round + 1
+        with self._news:
+            self._delivered[deliver.round] = Delivered(
+                deliver.round, deliver.reduced_in, max(counts), min(counts), stale, late
+            )
+            self.completed = self._open
+            self._under_way -= deliver.counted
+            if deliver.counted and self._whole and not self._under_way:
+                self._own, self._whole = deliver.round, False
+            self._news.notify_all()
+
+    def drop(self, buckets: frozenset[int]) -> None:
+        with self._news:
+            self._under_way -= buckets
+            self._news.notify_all()
+
+    def give_back(self, buckets: frozenset[int]) -> None:
+        for bucket in buckets:
+            self.contributions.carry(bucket)
+        with self._news:
+            self._under_way -= buckets
+            self._whole = self._whole and bool(self._under_way)
+            self._declined = True
+            self._news.notify_all()
+
+    def note_late(self, round_: int, late: Sequence[int]) -> None:
+        """The coordinator has closed ``round_`` without waiting for these members."""
+        if round_ >= self._open:
+            self._late[round_] = tuple(late)
 
     def report(self) -> tuple[int, int, int]:
-        return sum(result.nbytes for result in self._kept), 0, 0
+        return sum(result.nbytes for result in self.results.last), 0, 0
 
     def result_to_give(self) -> Sequence[np.ndarray]:
-        return self._kept
+        return self.results.last
 
     def result_to_take(self, giver: LaneReport, wanted: bool) -> Sequence[np.ndarray]:
         if not wanted:
-            return [np.empty_like(result) for result in self._kept]
-        fresh = [self.buffers.replace_result(self._open, b) for b in range(self.buckets)]
+            return [np.empty_like(result) for result in self.results.last]
+        fresh = [self.results.renew(bucket) for bucket in range(self.buckets)]
         expected = sum(result.nbytes for result in fresh)
         if giver.result_bytes != expected:
             raise GradientError(
@@ -103,5 +297,8 @@ class GradientRounds:
     def abandon(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
             self._read_on.add(bucket)
-            self.buffers.replace_result(self._open, bucket)
-            self.buffers.drop_zeros(bucket)
+            self.results.renew(bucket)
+            self.contributions.drop_zeros(bucket)
+            compressed = self._sums[bucket]
+            if compressed is not None:
+                compressed.abandon()

@@ -4,28 +4,32 @@ Every operation has two parts in turn. A small all-gather of headers tells each 
 called: a mismatch is an error on every rank and the job goes on, and ranks that have left count as
 neutral. Then the payload moves. After a fault the survivors redo the operation among themselves,
 unless one of them has its result already and hands it over.
+
+Sums of float32 and float64 may travel compressed; everything else is exact whatever was asked for.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpift.core import rounds
+from mpift.core.lockstep import Deliver, Start
+from mpift.core.turns import Turns
 from mpift.errors import MismatchError, MpiftError, RootLostError
+from mpift.reduction import codecs
+from mpift.reduction.codecs import Compressor
+from mpift.reduction.compressed import CompressedArray
 from mpift.transport.lane import Started
 from mpift.transport.world import LaneReport, World
 
 OPERATORS = ("sum", "min", "max", "product")
 MAX_DIMENSIONS = 8
 
-# member, kind, dtype, operator, root member, dimensions, shape
-_HEADER_FIELDS = 6 + MAX_DIMENSIONS
 _DTYPES = tuple(
     np.dtype(name)
     for name in ("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split())
@@ -42,6 +46,23 @@ class Kind(enum.IntEnum):
     ALLGATHER = 4
     OPEN_LANE = 5
     CHANGE_LAYOUT = 6
+
+
+class _Field(enum.IntEnum):
+    """Where a header, int64[16], says what."""
+
+    MEMBER = 0
+    KIND = 1
+    DTYPE = 2
+    OPERATOR = 3
+    ROOT = 4  # a member id
+    COMPRESSOR = 5  # its type
+    THRESHOLD = 6  # its threshold, as the bits of a float64
+    DIMENSIONS = 7
+    SHAPE = 8
+
+
+_HEADER_FIELDS = _Field.SHAPE + MAX_DIMENSIONS
 
 
 class _Status(enum.IntEnum):
@@ -66,6 +87,7 @@ class Operation:
     array: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     operator: str = "sum"
     root: int = -1
+    compressor: Compressor = Compressor()  # noqa: RUF009, it is frozen
     result: np.ndarray | None = None
     error: MpiftError | None = None
     reduced_in: int = -1  # epoch of the view that carried it out
@@ -73,19 +95,26 @@ class Operation:
     done: threading.Event = field(default_factory=threading.Event)
 
     def header(self, member: int) -> np.ndarray:
-        """int64[14]: what this rank says it calls."""
-        shape = self.array.shape
+        """int64[16]: what this rank says it calls; see ``_Field``."""
+        shape, compressor = self.array.shape, self._compressor_in_use()
         row = np.zeros(_HEADER_FIELDS, np.int64)
-        row[:6] = (
+        row[: _Field.SHAPE] = (
             member,
             self.kind,
             _DTYPES.index(self.array.dtype),
             OPERATORS.index(self.operator),
             self.root,
+            codecs.TYPES.index(compressor.type),
+            np.float64(compressor.threshold).view(np.int64),
             len(shape),
         )
-        row[6 : 6 + len(shape)] = shape
+        row[_Field.SHAPE : _Field.SHAPE + len(shape)] = shape
         return row
+
+    def _compressor_in_use(self) -> Compressor:
+        """What is given counts for sums of floating-point numbers; all others are exact."""
+        summed = self.kind is Kind.ALLREDUCE and self.operator == "sum"
+        return self.compressor if summed and self.array.dtype.kind == "f" else Compressor()
 
     def check(self) -> None:
         """Raise ``MismatchError`` for what no header can carry."""
@@ -103,14 +132,18 @@ class Operations:
     """See the module's docstring; a ``Workload`` of two buckets in turn: headers, payload."""
 
     buckets = 2
-    in_turn = True
 
-    def __init__(self, member: int) -> None:
+    rules = None  # everybody is waited for
+
+    def __init__(self, member: int, done: Callable[[], None]) -> None:
+        """``done`` is called on the service thread whenever an operation of this rank is over."""
         self._member = member
+        self._done = done
         self._joined = Operation(Kind.JOINED)
         self._current: Operation | None = None
         self._headers = np.zeros((0, _HEADER_FIELDS), np.int64)
         self._received = np.zeros(0, np.uint8)
+        self._compressed: CompressedArray | None = None  # the payload's way, if it is compressed
         self._status = _Status.DONE
         self._participants = 0
 
@@ -120,56 +153,72 @@ class Operations:
 
     # -- the two parts -----------------------------------------------------------------------------
 
-    def start(self, world: World, comm: Any, start: rounds.Start) -> Started | None:
+    def start(self, world: World, comm: Any, start: Start) -> Sequence[Started]:
         operation = (self._current or self._joined) if start.real else self._joined
+        self._compressed = None
         if start.bucket == 0:
             mine = operation.header(self._member)
             self._headers = np.empty((comm.size, _HEADER_FIELDS), np.int64)
             request = comm.Iallgather(mine, self._headers)
-            return Started(request, (mine, self._headers))
+            return [Started(request, (mine, self._headers))]
         self._participants = self.participants(0)
         self._status, error = _inspect(self._headers, world.view.members)
         if self._status is not _Status.DONE:
             self._received = np.frombuffer(error.encode(), np.uint8).copy()
-            return None
+            return []
         return self._move(world, comm, operation)
 
-    def participants(self, bucket: int) -> int:
-        return int(np.count_nonzero(self._headers[:, 1] != Kind.JOINED))
+    def proceed(self, world: World, comm: Any, bucket: int) -> Sequence[Started]:
+        return [] if self._compressed is None else self._compressed.proceed(world.control)
 
-    def _move(self, world: World, comm: Any, operation: Operation) -> Started | None:
+    def participants(self, bucket: int) -> int:
+        return int(np.count_nonzero(self._headers[:, _Field.KIND] != Kind.JOINED))
+
+    def _move(self, world: World, comm: Any, operation: Operation) -> Sequence[Started]:
         """The payload; ranks that have left take their part's shape from the others' headers."""
-        active = self._headers[self._headers[:, 1] != Kind.JOINED]
-        kind, dtype, shape = _described(active[0])
-        name = OPERATORS[int(active[0, 3])]
+        first = self._headers[self._headers[:, _Field.KIND] != Kind.JOINED][0]
+        kind, dtype, shape = _described(first)
         if kind is Kind.ALLREDUCE:
-            send = operation.array
-            if operation.kind is Kind.JOINED:
-                send = np.full(shape, _neutral(name, dtype), dtype)
             self._received = np.empty(shape, dtype)
-            wire = (send, self._received)
-            if dtype == np.bool_:  # MPI has no arithmetic on booleans: any and all, as in numpy
-                wire = (_bytes(send), _bytes(self._received))
-                name = {"sum": "max", "product": "min"}.get(name, name)
-            request = comm.Iallreduce(*wire, world.operator(name))
-            return Started(request, wire)
+            return self._reduce(world, comm, operation, first)
         if kind is Kind.BROADCAST:
-            root = int(active[0, 4])
+            root = int(first[_Field.ROOT])
             self._received = (
                 operation.array.copy() if root == self._member else np.empty(shape, dtype)
             )
             request = comm.Ibcast(self._received, root=world.view.rank_of(root))
-            return Started(request, (self._received,))
+            return [Started(request, (self._received,))]
         if kind is Kind.ALLGATHER:
             return self._gather(comm, operation, shape[1:], dtype)
         self._received = np.zeros(0, np.uint8)
-        return None
+        return []
+
+    def _reduce(
+        self, world: World, comm: Any, operation: Operation, header: np.ndarray
+    ) -> Sequence[Started]:
+        """Combine all ranks' arrays into ``_received``."""
+        joined = operation.kind is Kind.JOINED
+        name, compressor = OPERATORS[int(header[_Field.OPERATOR])], _compressor_of(header)
+        receive = self._received
+        if compressor.compresses(receive.size):
+            send = None if joined else operation.array
+            self._compressed = CompressedArray(compressor.codec, send, receive)
+            return self._compressed.start(world.control)
+        neutral = _neutral(name, receive.dtype) if joined else 0
+        send = np.full_like(receive, neutral) if joined else operation.array
+        wire = (send, receive)
+        if receive.dtype == np.bool_:  # MPI has no arithmetic on booleans: any and all, as in numpy
+            wire = (_bytes(send), _bytes(receive))
+            name = {"sum": "max", "product": "min"}.get(name, name)
+        request = comm.Iallreduce(*wire, world.operator(name))
+        return [Started(request, wire)]
 
     def _gather(
         self, comm: Any, operation: Operation, tail: tuple[int, ...], dtype: np.dtype
-    ) -> Started:
+    ) -> Sequence[Started]:
         """All-gather along the first dimension, as bytes: any dtype, any length a rank."""
-        lengths = np.where(self._headers[:, 1] != Kind.JOINED, self._headers[:, 6], 0)
+        active = self._headers[:, _Field.KIND] != Kind.JOINED
+        lengths = np.where(active, self._headers[:, _Field.SHAPE], 0)
         row = int(np.prod(tail, dtype=np.int64)) * dtype.itemsize
         counts = (lengths * row).tolist()
         starts = np.concatenate(([0], np.cumsum(counts)[:-1])).tolist()
@@ -178,11 +227,23 @@ class Operations:
         self._received = np.empty((int(lengths.sum()), *tail), dtype)
         receive = [_bytes(self._received), counts, starts, "B"]
         request = comm.Iallgatherv(send, receive)
-        return Started(request, (send, self._received, receive))
+        return [Started(request, (send, self._received, receive))]
 
     # -- results -----------------------------------------------------------------------------------
 
-    def deliver(self, round_: int, reduced_in: int) -> None:
+    def machine(self, epoch: int) -> Turns:
+        return Turns(self.buckets, epoch=epoch)
+
+    def note_late(self, round_: int, late: Sequence[int]) -> None:
+        """Never: an operation waits for everybody."""
+
+    def drop(self, buckets: frozenset[int]) -> None:
+        """Never: an operation waits for everybody."""
+
+    def give_back(self, buckets: frozenset[int]) -> None:
+        """Never: an operation waits for everybody."""
+
+    def deliver(self, deliver: Deliver) -> None:
         operation, self._current = self._current, None
         if operation is None:
             return  # this rank has left; the others' operation was theirs alone
@@ -190,8 +251,9 @@ class Operations:
             operation.result = self._received
         else:
             operation.error = _ERRORS[self._status](self._received.tobytes().decode())
-        operation.reduced_in = reduced_in
+        operation.reduced_in = deliver.reduced_in
         operation.participants = self._participants
+        self._done()
         operation.done.set()
 
     def report(self) -> tuple[int, int, int]:
@@ -220,7 +282,8 @@ class Operations:
         return data
 
     def abandon(self, buckets: Sequence[int]) -> None:
-        """Nothing to do: every start makes fresh buffers."""
+        """Nothing more to do: every start makes fresh buffers."""
+        self._compressed = None
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
@@ -241,33 +304,39 @@ def _neutral(operator: str, dtype: np.dtype) -> Any:
 
 
 def _described(row: np.ndarray) -> tuple[Kind, np.dtype, tuple[int, ...]]:
-    dimensions = int(row[5])
-    shape = tuple(int(size) for size in row[6 : 6 + dimensions])
-    return Kind(int(row[1])), _DTYPES[int(row[2])], shape
+    shape = row[_Field.SHAPE : _Field.SHAPE + int(row[_Field.DIMENSIONS])]
+    dtype = _DTYPES[int(row[_Field.DTYPE])]
+    return Kind(int(row[_Field.KIND])), dtype, tuple(int(size) for size in shape)
+
+
+def _compressor_of(row: np.ndarray) -> Compressor:
+    threshold = float(row[_Field.THRESHOLD].view(np.float64))
+    return Compressor(codecs.TYPES[int(row[_Field.COMPRESSOR])], threshold)
 
 
 def _inspect(headers: np.ndarray, members: Sequence[int]) -> tuple[_Status, str]:
     """Whether all active ranks called the same, with the same result on every rank."""
-    active = [row for row in headers if row[1] != Kind.JOINED]
+    active = [row for row in headers if row[_Field.KIND] != Kind.JOINED]
     first = active[0]
-    kind = Kind(int(first[1]))
-    # An all-gather's first dimension may differ.
-    compared = [1, 2, 3, 4, 5, *range(7 if kind is Kind.ALLGATHER else 6, _HEADER_FIELDS)]
+    kind = Kind(int(first[_Field.KIND]))
+    compared = [field for field in range(_HEADER_FIELDS) if field != _Field.MEMBER]
+    if kind is Kind.ALLGATHER:
+        compared.remove(_Field.SHAPE)  # the first dimension may differ
     for row in active[1:]:
         if not np.array_equal(row[compared], first[compared]):
             return _Status.MISMATCH, (
-                f"ranks called different operations: rank {members.index(int(first[0]))}"
-                f" {_in_words(first)}, rank {members.index(int(row[0]))} {_in_words(row)}"
+                f"ranks called different operations: rank {_rank(first, members)}"
+                f" {_in_words(first)}, rank {_rank(row, members)} {_in_words(row)}"
             )
     if kind is Kind.BROADCAST:
-        root = int(first[4])
-        if root not in [int(row[0]) for row in active]:
+        root = int(first[_Field.ROOT])
+        if root not in [int(row[_Field.MEMBER]) for row in active]:
             return _Status.ROOT_LOST, (
                 f"broadcast: its root, member {root}, is gone and nobody has its data;"
                 " choose a root of the present view"
             )
     if kind in (Kind.OPEN_LANE, Kind.CHANGE_LAYOUT) and len(active) < len(headers):
-        left = [members.index(int(row[0])) for row in headers if row[1] == Kind.JOINED]
+        left = [_rank(row, members) for row in headers if row[_Field.KIND] == Kind.JOINED]
         what = "make a new optimizer" if kind is Kind.OPEN_LANE else "add, freeze or unfreeze"
         return _Status.MISMATCH, (
             f"ranks {left} have left already, so it is too late to {what} parameters:"
@@ -276,11 +345,17 @@ def _inspect(headers: np.ndarray, members: Sequence[int]) -> tuple[_Status, str]
     return _Status.DONE, ""
 
 
+def _rank(row: np.ndarray, members: Sequence[int]) -> int:
+    return members.index(int(row[_Field.MEMBER]))
+
+
 def _in_words(row: np.ndarray) -> str:
     kind, dtype, shape = _described(row)
     words = kind.name.lower()
     if kind is Kind.ALLREDUCE:
-        words += f" ({OPERATORS[int(row[3])]})"
+        compressor = _compressor_of(row)
+        way = "" if compressor == Compressor() else f", {compressor}"
+        words += f" ({OPERATORS[int(row[_Field.OPERATOR])]}{way})"
     if kind is Kind.BROADCAST:
-        words += f" from member {int(row[4])}"
+        words += f" from member {int(row[_Field.ROOT])}"
     return f"{words} of {dtype} {shape}"

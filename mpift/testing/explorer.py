@@ -8,6 +8,7 @@ Deadlocks are violations too: a state without actions must be one that the model
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -112,3 +113,32 @@ def _trace(parents: dict[State, tuple[State, str] | None], state: State) -> tupl
         labels.append(label)
         step = parents[state]
     return tuple(reversed(labels))
+
+
+def wander(model: Model[State], walks: int, seed: int, max_steps: int = 2000) -> Report[State]:
+    """Walk at random, ``walks`` times from the beginning to an end: for what has more states than
+    ``explore`` can visit. The same seed takes the same ways. Stops at the first violation, or where
+    a walk doesn't come to an end in ``max_steps``.
+    """
+    chance = random.Random(seed)
+    seen: set[State] = set()
+    transitions = 0
+    for _ in range(walks):
+        state, trace = model.initial(), list[str]()
+        for _ in range(max_steps):
+            seen.add(state)
+            problem = model.violation(state)
+            after = () if problem else tuple(model.actions(state))
+            if not problem and not after and not model.final(state):
+                problem = "deadlock: nothing can happen, and this is not an end"
+            if problem:
+                return Report(len(seen), transitions, problem, tuple(trace), state)
+            if not after:
+                break
+            label, state = chance.choice(after)
+            trace.append(label)
+            transitions += 1
+        else:
+            problem = f"no end after {max_steps} steps"
+            return Report(len(seen), transitions, problem, tuple(trace), state)
+    return Report(len(seen), transitions)

@@ -20,7 +20,7 @@ from mpift.torch.basics import (
     nccl_built,
     rocm_built,
 )
-from mpift.torch.compression import Compression
+from mpift.torch.compression import Compression, Compressor
 from mpift.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -28,6 +28,7 @@ from mpift.torch.functions import (
     broadcast_parameters,
     digest,
 )
+from mpift.torch.loop import rounds
 from mpift.torch.operations import (
     allgather,
     allreduce,
@@ -46,6 +47,7 @@ HorovodInternalError = MpiftError
 __all__ = [
     "Average",
     "Compression",
+    "Compressor",
     "DistributedOptimizer",
     "ElasticSampler",
     "HorovodInternalError",
@@ -86,6 +88,7 @@ __all__ = [
     "rank",
     "report",
     "rocm_built",
+    "rounds",
     "shutdown",
     "size",
 ]

@@ -10,7 +10,7 @@ import torch
 from mpift import runtime
 from mpift.errors import MismatchError
 from mpift.reduction.operations import Kind, Operation
-from mpift.torch.compression import Compression, require_none
+from mpift.torch.compression import Compression, compressor_of
 from mpift.torch.reduce_ops import Average, ReduceOp, Sum
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -20,7 +20,7 @@ def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type = Compression.none,
+    compression: Any = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -30,13 +30,19 @@ def allreduce(
     ``op`` is Average (the default), Sum, Min, Max or Product; ``average`` is its old form. Integer
     averages truncate. Half types are summed in float32. No gradient flows through it. Raises
     ``MismatchError`` on every rank if shapes, dtypes or operators differ.
+
+    ``compression`` is one of ``Compression`` or a ``Compressor``, the same on every rank; it holds
+    for sums and averages of floating-point numbers, everything else is exact. Each call stands
+    alone: what compression loses is lost. ``Compressor`` in ``mpift.reduction.codecs`` says what
+    that is.
     """
-    require_none(compression)
+    compressor = compressor_of(compression)
     op = _operator(average, op)
     wide = tensor.detach().to("cpu", torch.float32 if tensor.dtype in _HALF else tensor.dtype)
     scaled = _scaled(wide, prescale_factor)
     mpi_op = Sum if op is Average else op
-    operation = Operation(Kind.ALLREDUCE, scaled.contiguous().numpy(), mpi_op.value)
+    data = scaled.contiguous().numpy()
+    operation = Operation(Kind.ALLREDUCE, data, mpi_op.value, compressor=compressor)
     combined = torch.from_numpy(runtime.current().operate(operation))
     if op is Average:  # over those that called it; ranks that have left don't dilute it
         rounding = None if combined.is_floating_point() else "trunc"

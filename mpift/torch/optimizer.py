@@ -7,18 +7,23 @@ and pickles of it are plain optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from mpift import runtime
+from mpift.config import Config
+from mpift.core.closing import Quorum, parse_quorum
+from mpift.core.patience import TIMEOUT, parse_patience
 from mpift.errors import GradientError
+from mpift.reduction.gradients import RoundRules
 from mpift.torch import amp
-from mpift.torch.compression import Compression, require_none
+from mpift.torch.compression import Compression, compressor_of
 from mpift.torch.reduce_ops import Average, ReduceOp, Sum
 from mpift.torch.reducer import Reducer, name_parameters
+from mpift.torch.replica import RoundReport
 
 
 class DistributedMixin:
@@ -31,26 +36,37 @@ class DistributedMixin:
         """Average the gradients, then do the optimizer's own step.
 
         With a ``closure`` each of its evaluations is reduced, so all ranks must evaluate it equally
-        often. Ranks that die meanwhile are left out; no exception tells of it.
+        often. Ranks that die or are late meanwhile are left out; no exception tells of it. A rank
+        that was late itself first applies the rounds that it has missed. Where most ranks have left
+        their loops or wait in an operation, no round is opened, and this returns without one.
         """
         reducer = self._mpift_reducer
         reducer.strike()
         own_step: Callable[..., Any] = super().step  # type: ignore[misc]
         if closure is not None:
-            given = closure
-
-            def reduced() -> Any:
-                loss = given()
-                self.synchronize()
-                return loss
-
-            loss = own_step(reduced)
+            loss = own_step(self._reducing(closure))
+        elif self._mpift_skip and not reducer.synchronized:
+            return own_step()  # of gradients that are this rank's own affair
         else:
-            if not (self._mpift_skip or reducer.synchronized):
-                self.synchronize()
-            loss = own_step()
+            touched = reducer.synchronized or reducer.declined
+            if not touched:
+                reducer.synchronize()
+            loss = None if reducer.prepare_step(touched) else own_step()
         reducer.step_finished()
         return loss
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure`` with its gradients reduced; none where there is no step to do."""
+
+        def reduced() -> Any:
+            reducer = self._mpift_reducer
+            loss = closure()
+            reducer.synchronize()
+            if reducer.prepare_step(touched=False):
+                super(DistributedMixin, self).zero_grad(set_to_none=True)  # type: ignore[misc]
+            return loss
+
+        return reduced
 
     # For torch this function has its hooks already: the plain step inside has them.
     step.hooked = True  # type: ignore[attr-defined]
@@ -68,6 +84,28 @@ class DistributedMixin:
             yield
         finally:
             self._mpift_skip = False
+
+    @property
+    def rounds(self) -> Sequence[RoundReport]:
+        """What happened in the last rounds that this rank has applied (1000 at most), oldest first:
+        participants, how long this rank waited, who was late."""
+        return tuple(self._mpift_reducer.replica.reports)
+
+    @property
+    def rounds_applied(self) -> int:
+        """Rounds that this rank has applied, so those that all ranks have in common; a rank that
+        was late has made fewer steps of its own. What depends on the step, such as a learning rate
+        set by hand, goes by this."""
+        return self._mpift_reducer.replica.applied
+
+    def register_scheduler(self, scheduler: Any) -> Any:
+        """Let ``scheduler`` make one step a round, whoever took part in it; returns it.
+
+        Its own ``step()`` does nothing from then on, so loops that call it after each step stay as
+        they are. Needed where it is called once a step and ranks may be late: a rank that missed
+        rounds would lag behind in its learning rate. Raises ``ValueError`` for a scheduler of
+        another optimizer or one that goes by a metric."""
+        return self._mpift_reducer.replica.register_scheduler(scheduler)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate this many backward passes from now on; between steps only."""
@@ -111,11 +149,15 @@ def _blank(plain: type) -> Any:
 def DistributedOptimizer(  # noqa: N802, the name that scripts use
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type = Compression.none,
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
     sparse_as_dense: bool = False,
+    quorum: Quorum | None = None,
+    patience: float | str | None = None,
+    late: str | None = None,
+    max_lag: int | None = None,
 ) -> Any:
     """Make ``optimizer`` average its gradients over all ranks; returns the same object.
 
@@ -123,11 +165,20 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     ``op`` is ``Average`` (over the ranks that took part) or ``Sum``. With
     ``gradient_predivide_factor`` f, gradients are divided by f before the sum and multiplied by f
     after it, against overflow. ``backward_passes_per_step`` sums that many backward passes locally.
+    ``compression`` is ``Compression.none``, ``.fp16``, ``.bf16``, ``.threshold(value)`` or a
+    ``Compressor``.
 
-    Raises ``ValueError`` for wrong arguments, ``MismatchError`` if ranks hold other parameters, and
+    Once ``quorum`` ranks have arrived in a round and ``patience`` is over, it does not wait for the
+    others: they take no part, and apply its result later. ``quorum`` is "majority", "all", a number
+    of ranks or a fraction (a float) of the view; ``patience`` is in seconds, "adaptive" or
+    "timeout". ``late`` says what becomes of a gradient that comes too late for its round: "carry"
+    lets it count in the next one, "drop" doesn't count it. A rank that is ``max_lag`` rounds behind is waited for. None
+    stands for what the settings say: majority, ``sync_timeout`` seconds, carry, 4 rounds.
+
+    Raises ``ValueError`` or ``ConfigError`` for wrong arguments, ``MismatchError`` if ranks hold other parameters, and
     ``GradientError`` for gradients that can't be reduced.
     """
-    require_none(compression)
+    compressor = compressor_of(compression)
     if op not in (Average, Sum):
         raise ValueError(f"op {op} is not available for gradients: use Average or Sum")
     if not 0 < gradient_predivide_factor < float("inf"):
@@ -138,7 +189,7 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
         raise ValueError("LBFGS steers by the local loss, so ranks would part: it is not supported")
     if isinstance(optimizer, DistributedMixin):
         raise ValueError("this optimizer is distributed already")
-    runtime.current()
+    rules = _rules(runtime.current().config, quorum, patience, late, max_lag)
     reducer = Reducer(
         optimizer,
         name_parameters(optimizer, named_parameters),
@@ -146,10 +197,35 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
         _positive(backward_passes_per_step, "backward_passes_per_step"),
         gradient_predivide_factor,
         sparse_as_dense,
+        rules,
+        compressor,
     )
     amp.install()
     _distribute(optimizer, reducer)
     return optimizer
+
+
+def _rules(
+    config: Config,
+    quorum: Quorum | None,
+    patience: float | str | None,
+    late: str | None,
+    max_lag: int | None,
+) -> RoundRules:
+    """What is given, and for the rest the settings; checked alike."""
+    waits = parse_patience(config.patience if patience is None else patience)
+    late = config.late if late is None else late
+    if late not in ("carry", "drop"):
+        raise ValueError(f'late must be "carry" or "drop", not {late!r}')
+    lag = config.max_lag if max_lag is None else max_lag
+    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
+        raise ValueError(f"max_lag must be a whole number of at least 0, not {max_lag!r}")
+    return RoundRules(
+        parse_quorum(config.quorum if quorum is None else quorum),
+        config.sync_timeout if waits == TIMEOUT else waits,
+        late == "carry",
+        lag,
+    )
 
 
 def _positive(number: int, name: str) -> int:

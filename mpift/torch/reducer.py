@@ -2,11 +2,13 @@
 
 A post-accumulate hook places each gradient as soon as backward has it; a bucket whose last gradient
 is placed goes to the service thread, which reduces it while backward continues. ``synchronize``
-places what no hook has placed, waits for the round, and writes the averages into ``p.grad``.
+places what no hook has placed, waits for the round in which it counts, and writes the averages into
+``p.grad``. Rounds that this rank has missed by then are replayed first (``replica``).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,16 +20,20 @@ from mpift import runtime
 from mpift.devices.tensors import device_of
 from mpift.errors import GradientError, MismatchError
 from mpift.reduction.buckets import Bucket, Layout, ParameterSpec, lay_out
-from mpift.reduction.gradients import GradientRounds
+from mpift.reduction.codecs import Compressor
+from mpift.reduction.compressed import CompressedSum
+from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.reduction.operations import Kind, Operation
+from mpift.torch import amp
 from mpift.torch.reduce_ops import Average, ReduceOp
+from mpift.torch.replica import Replica
 
 
 class Reducer:
     """Reduces the gradients of the parameters that ``optimizer`` holds; one lane of rounds.
 
     ``names`` gives a name to each parameter. Averages divide by the participants of the round, so
-    a rank that has left or died does not dilute them.
+    a rank that is late, has left or died does not dilute them.
     """
 
     def __init__(
@@ -38,6 +44,8 @@ class Reducer:
         passes_per_step: int,
         predivide_factor: float,
         sparse_as_dense: bool,
+        rules: RoundRules,
+        compressor: Compressor,
     ) -> None:
         self.names = names
         self.passes_per_step = passes_per_step
@@ -46,15 +54,21 @@ class Reducer:
         self._predivide = predivide_factor
         self._sparse_as_dense = sparse_as_dense
         self._runtime = runtime.current()
-        self._round = 0
-        # Whether p.grad holds the last round's result and nothing newer.
+        self._compressor = compressor
+        # Whether p.grad holds the result of ``_own`` and nothing newer.
         self.synchronized = False
+        self.declined = False  # the others are away, so no round comes of this step
+        self.late = False  # rounds were missed before ``_own``
+        self._own = -1
+        self._waited = 0.0
         self._hooks: list[Any] = []
-        self._views: list[tuple[np.ndarray, list[torch.Tensor]] | None] = []
+        self._views: dict[int, tuple[np.ndarray, list[torch.Tensor]]] = {}
         self._layout = self._lay_out()
-        self._workload = GradientRounds(self._layout)
-        self._lane = self._runtime.open_lane(self._workload)
+        self.workload = GradientRounds(self._layout, rules, self._compressed_sum)
+        self.replica = Replica(optimizer, self._runtime, self.workload, self._copy_out)
+        self.replica.parameters = self._parameters
         self._check_alike()
+        self.replica.lane = self._runtime.gradients.open(self.workload, self)
         self._prepare()
 
     @property
@@ -64,12 +78,54 @@ class Reducer:
 
     def strike(self) -> None:
         """A place for the fault schedule."""
-        self._runtime.strike(self._round, "step")
+        self._runtime.strike(self.replica.applied, "step")
+
+    def use_scaler(self, scaler: Any) -> None:
+        """The script scales its losses, so a late gradient has another scale than its round."""
+        self.replica.scaler = scaler
+        self.workload.carry_nothing()
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def prepare_step(self, touched: bool) -> bool:
+        """Before the inner optimizer's step; returns whether it has to be left out."""
+        if self.declined:
+            return True
+        return self.replica.prepare(self._own, touched, self.late)
 
     def step_finished(self) -> None:
-        """The inner optimizer has used the last round's result."""
-        self.synchronized = False
-        self._runtime.step_finished(self._round - 1)
+        """The inner optimizer has used the round's result, or there was no round."""
+        if self.declined:
+            amp.declined(self.replica.scaler)
+        elif self.synchronized:
+            self.replica.finish(self._own, self._waited)
+        self.synchronized = self.declined = self.late = False
+        self._runtime.step_finished(self.replica.applied - 1)
+
+    def step_skipped(self) -> None:
+        """The script has left out the step of the round that it had synchronized."""
+        if self.synchronized:
+            self.replica.skip(self._own)
+        self.synchronized = self.declined = self.late = False
+
+    def catch_up(self) -> None:
+        """Apply what is complete, but for a round that the script is about to apply itself."""
+        if not self.synchronized:
+            self.workload.disown()
+            self.replica.replay(self.workload.completed)
+
+    def make_room(self) -> None:
+        """The same, if the others wait because this rank is too far behind."""
+        if self.workload.completed - self.replica.applied > self.workload.rules.max_lag:
+            self.catch_up()
+
+    def flush(self, rounds: int) -> None:
+        """Complete all rounds below ``rounds``, as all ranks do, and apply them."""
+        self.step_skipped()
+        self.workload.flush(rounds)
+        while self.replica.applied < rounds:
+            self.workload.wait(self.replica.applied + 1)
+            self.catch_up()
 
     # -- layout ------------------------------------------------------------------------------------
 
@@ -97,7 +153,8 @@ class Reducer:
 
     def _check_alike(self) -> None:
         """All ranks must reduce the same parameters; an error that says so beats a broken sum."""
-        text = "\n".join(f"{self.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self._parameters)
+        lines = [f"{self.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self._parameters]
+        text = "\n".join([*lines, f"{self.workload.rules} {self._compressor}"])
         mine = np.array(
             [[xxhash.xxh3_64_intdigest(text.encode()) >> 1, len(self._parameters)]], dtype=np.int64
         )
@@ -106,8 +163,8 @@ class Reducer:
             if not np.array_equal(row, everybody[0]):
                 raise MismatchError(
                     f"rank {rank} has other parameters than rank 0 ({row[1]} against"
-                    f" {everybody[0][1]} tensors, or other names, shapes or dtypes):"
-                    " build the same model on every rank"
+                    f" {everybody[0][1]} tensors, or other names, shapes or dtypes), or other"
+                    " rules for its rounds: build the same model and optimizer on every rank"
                 )
 
     def _prepare(self) -> None:
@@ -123,7 +180,7 @@ class Reducer:
         for number, bucket in enumerate(self._layout.buckets):
             for position, slot in enumerate(bucket.slots):
                 self._places[slot.parameter] = (number, position)
-        self._views = [None] * len(self._layout.buckets)
+        self._views = {}
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -131,6 +188,8 @@ class Reducer:
         self._called = False
         self._passes = [0] * len(self._parameters)
         self._missing = [len(bucket.slots) for bucket in self._layout.buckets]
+        self._unsent = len(self._layout.buckets)
+        self._targets: dict[int, tuple[np.ndarray, bool]] = {}  # (buffer, whether to add to it)
 
     def _refresh(self) -> None:
         """Between rounds: a new layout if parameters were added, frozen or unfrozen."""
@@ -140,9 +199,12 @@ class Reducer:
         ):
             return
         passes = dict(zip(self._parameters, self._passes, strict=True))
+        self._runtime.gradients.settle([self])
         self._layout = self._lay_out()
-        buckets = len(self._layout.buckets)
-        self._runtime.relayout(self._lane, lambda: self._workload.relayout(self._layout), buckets)
+        self._runtime.gradients.relayout(
+            self.replica.lane, lambda: self.workload.relayout(self._layout)
+        )
+        self.replica.parameters = self._parameters
         self._check_alike()
         self._prepare()
         self._passes = [passes.get(parameter, 0) for parameter in self._parameters]
@@ -170,22 +232,40 @@ class Reducer:
         parameter = self._parameters[index]
         number, position = self._places[index]
         bucket = self._layout.buckets[number]
-        array = self._workload.buffers.contributions[number]
+        array, add = self._target(number)
         slot = bucket.slots[position]
         gradient = self._dense(parameter)
+        device = device_of(parameter)
         with torch.no_grad():
             view = self._views_of(number, array)[position]
-            if gradient is None:
+            if gradient is None and not add:
                 view.zero_()
-            else:
-                device_of(gradient).copy_in(gradient, view, 1.0 / self._predivide)
-        array[slot.used] = gradient is not None
+            elif gradient is not None and add:
+                fresh = torch.empty_like(view)
+                device.copy_in(gradient, fresh, 1.0 / self._predivide)
+                device.fence()
+                view.add_(fresh)
+            elif gradient is not None:
+                device.copy_in(gradient, view, 1.0 / self._predivide)
+        array[slot.used] = gradient is not None or (add and array[slot.used] > 0)
         self._placed.add(index)
         self._missing[number] -= 1
         if self._missing[number] == 0:
             array[bucket.participation] = 1
-            device_of(parameter).fence()
-            self._runtime.contribute(self._lane, number)
+            device.fence()
+            self._unsent -= 1
+            if not self._withheld:
+                self.workload.contribute(number, whole=self._unsent == 0)
+
+    def _target(self, number: int) -> tuple[np.ndarray, bool]:
+        """The buffer that this gradient's part of a bucket goes to.
+
+        While an earlier gradient is under way none is sent after it: it is added to the next."""
+        if not self._targets:
+            self._withheld = self.workload.busy
+        if number not in self._targets:
+            self._targets[number] = self.workload.contributions.target(number, self._withheld)
+        return self._targets[number]
 
     def _dense(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = parameter.grad
@@ -201,7 +281,7 @@ class Reducer:
 
     def _views_of(self, number: int, array: np.ndarray) -> list[torch.Tensor]:
         """Flat tensors over the slots of a contribution, made anew when its memory changes."""
-        known = self._views[number]
+        known = self._views.get(number)
         if known is None or known[0] is not array:
             known = (array, slot_views(self._layout.buckets[number], array))
             self._views[number] = known
@@ -210,10 +290,13 @@ class Reducer:
     # -- out ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Complete the open round: afterwards ``p.grad`` is the reduced gradient on every rank.
+        """Complete the round that this rank's gradient counts in: afterwards ``p.grad`` is that
+        round's result, the same on every rank, and all rounds before it are applied.
 
-        A parameter that no rank used has ``grad`` None. A fault meanwhile is no error.
+        A parameter that no rank used has ``grad`` None. A fault meanwhile is no error. Where the
+        others are away, ``declined`` says that no round came of it.
         """
+        self.step_skipped()  # of a result that the script has not used
         if not self._placed:
             self._refresh()
         if not self._called:  # not again after an interrupt that the script caught
@@ -222,22 +305,40 @@ class Reducer:
         for index in range(len(self._parameters)):
             if index not in self._placed:
                 self._place(index)
+        began, first = time.monotonic(), self.replica.applied
         with self._runtime.waiting():
-            epoch = self._workload.wait(self._round)
-        with torch.no_grad():
-            for number, bucket in enumerate(self._layout.buckets):
-                self._copy_out(bucket, self._workload.result(self._round, number))
-        self._runtime.see_round(epoch)
-        self._runtime.steps_applied += 1
-        self.synchronized = True
-        self._round += 1
+            own, self.declined = self.workload.settle(self.replica.replay)
+        self._waited = time.monotonic() - began
+        if self.declined:
+            self._runtime.steps_called -= 1  # nobody asked for a round then
+            self.replica.replay(self.workload.completed)
+        else:
+            self._own = self.workload.completed - 1 if own is None else own
+            self.late = self._own > first or own is None
+            self.replica.replay(self._own)
+            with torch.no_grad():
+                results = self.workload.results.of(self._own)
+                for bucket, result in zip(self._layout.buckets, results, strict=True):
+                    self._copy_out(bucket, result)
+            self.synchronized = True
         self._begin_round()
+
+    def _compressed_sum(self, layout: Layout, number: int) -> CompressedSum | None:
+        bucket = layout.buckets[number]
+        tensors = [(slot.start, slot.stop) for slot in bucket.slots]
+        some = any(self._compressor.compresses(stop - start) for start, stop in tensors)
+        if bucket.dtype != np.float32 or not some:
+            return None
+        plain = self._compressor.plain_ranges(tensors)
+        elements = tensors[-1][1]
+        counts = bucket.length - elements
+        return CompressedSum(self._compressor.codec, elements, counts, plain)
 
     def _copy_out(self, bucket: Bucket, result: np.ndarray) -> None:
         divisor = 1.0 / self._predivide
         if self._op is Average:
             divisor *= float(result[bucket.participation])
-        used = result[bucket.slots[0].used : bucket.participation].tolist()
+        used = result[bucket.slots[0].used : bucket.late].tolist()
         for slot, count, host in zip(bucket.slots, used, slot_views(bucket, result), strict=True):
             parameter = self._parameters[slot.parameter]
             if not count:

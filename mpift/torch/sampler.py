@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from mpift import runtime
+from mpift.core.membership import View
 from mpift.core.partition import Deal, first_deal
 from mpift.errors import MpiftError
 
@@ -40,7 +41,7 @@ class ElasticSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self._prefetch = prefetch
+        self.prefetch = prefetch
         self._runtime = runtime.current()
         self._begin(self._order())
 
@@ -62,10 +63,11 @@ class ElasticSampler(Sampler[int]):
             raise ValueError(
                 "there is nothing to sample: the dataset, or what is left of it, is empty"
             )
-        self._deal: Deal = first_deal(samples, self._runtime.view.members, self._prefetch)
+        self._deal: Deal = first_deal(samples, self._runtime.view.members, self.prefetch)
         self._drawn = 0  # turns handed to the loader
         self._finished = 0  # turns whose rounds completed
         self._rounds_seen = self._runtime.steps_applied
+        self._drawn_a_round = 0  # turns
 
     def __len__(self) -> int:
         """Samples that this rank will still draw in this epoch, as things stand; after its end, or
@@ -78,16 +80,16 @@ class ElasticSampler(Sampler[int]):
         if self._drawn >= self._deal.turns:
             self._begin(self._order())
         while True:
-            if not self._prefetch:
+            if not self.prefetch:
                 self._notice_rounds()
             sample = self._deal.sample(self._drawn, self._runtime.member)
             if sample is None:
                 return
             self._drawn += 1
-            if self._prefetch and self._drawn - self._finished > 2 * self._prefetch:
+            if self.prefetch and self._drawn - self._finished > 2 * self.prefetch:
                 raise MpiftError(
                     f"the loader has drawn {self._drawn - self._finished} samples ahead of"
-                    f" training, far more than prefetch={self._prefetch}: give the right number,"
+                    f" training, far more than prefetch={self.prefetch}: give the right number,"
                     " and call record_batch after each step"
                 )
             yield sample
@@ -95,20 +97,31 @@ class ElasticSampler(Sampler[int]):
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """The step that used a batch of ``batch_size`` samples is complete. Needed only with
         ``prefetch``."""
-        if self._prefetch:
-            self._finish(self._finished + batch_size)
+        if self.prefetch:
+            finished = self._finished + batch_size
+            self._finish(finished, self._runtime.round_view, self._runtime.view)
+
+    def miss_round(self, view: View) -> None:
+        """This rank has missed a round, which ``view`` reduced: the samples that it would have used
+        are passed over, so that all ranks stand at the same place. Not with ``prefetch``."""
+        if self._deal.turns > self._drawn:
+            self._drawn = min(self._drawn + self._drawn_a_round, self._deal.turns)
+            self._finish(self._drawn, view, view)
+        self._rounds_seen = self._runtime.steps_applied
 
     def _notice_rounds(self) -> None:
         """Nothing is drawn ahead: if rounds completed since, all that was drawn is finished."""
         applied = self._runtime.steps_applied
         if applied != self._rounds_seen or self._deal.members != self._runtime.view.members:
+            if applied != self._rounds_seen:
+                self._drawn_a_round = self._drawn - self._finished
             self._rounds_seen = applied
-            self._finish(self._drawn)
+            self._finish(self._drawn, self._runtime.round_view, self._runtime.view)
 
-    def _finish(self, finished: int) -> None:
+    def _finish(self, finished: int, round_view: View, view: View) -> None:
         before, self._finished = self._finished, finished
         # Who took part in the last round has finished it, even if it has died since.
-        of_round, living = self._runtime.round_view.members, self._runtime.view.members
+        of_round, living = round_view.members, view.members
         for members, finished_by_lost in ((of_round, before), (living, finished)):
             left = tuple(member for member in self._deal.members if member in members)
             if left != self._deal.members:
@@ -116,7 +129,7 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands, for any later world size: epoch, seed, unfinished samples."""
-        if not self._prefetch:
+        if not self.prefetch:
             self._notice_rounds()
         return {
             "epoch": self.epoch,

@@ -74,10 +74,13 @@ class Mailbox:
             self._receive()
         self.requests[1:] = [started.request for started, *_ in self._outbox]
         if arrived is not None:
-            self._hand_out(messages.decode(arrived))
+            message = messages.decode(arrived)
+            if message is not None:
+                self.deliver(message)
 
-    def _hand_out(self, message: Message | None) -> None:
-        if message is None or message.kind not in self._handlers:
+    def deliver(self, message: Message) -> None:
+        """Give a message to its handler, as if it had just arrived."""
+        if message.kind not in self._handlers:
             return
         if message.epoch == self._world.view.epoch or message.kind in messages.LASTING:
             self._handlers[message.kind](message)

@@ -34,6 +34,19 @@ class Kind(enum.IntEnum):
     END = 5
     # "All others wait for you": for how many seconds they have.
     STALLED = 6
+    # Where the sender stands in a lane's rounds: lane, standing, round, operations done, for how
+    # many seconds already.
+    STANDING = 7
+    # "Contribute what you have to this round": lane, round, and the members that are late for it.
+    NUDGE = 8
+    # "Nobody opens this round now": lane, round.
+    DECLINE = 9
+    # "All have left": lane, its last round.
+    LANE_END = 10
+    # "Give me your record of this round": lane, round.
+    RECORD_WANTED = 11
+    # The answer: lane, round, what it is, and how many bytes follow.
+    RECORD = 12
 
 
 # Kinds that are true whatever the view is.

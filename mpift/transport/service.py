@@ -20,14 +20,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mpift.config import Config
-from mpift.core import rounds
+from mpift.core import lockstep, rounds
 from mpift.core.membership import Outcome, View, judge
 from mpift.errors import ExitCode
+from mpift.transport.alarm import Alarm
+from mpift.transport.closings import Closings
+from mpift.transport.farewells import Farewells
 from mpift.transport.fencing import Fencing
 from mpift.transport.lane import Lane, Workload
 from mpift.transport.liveness import Slot
 from mpift.transport.mailbox import Mailbox
-from mpift.transport.messages import Kind, Message
 from mpift.transport.part import Part
 from mpift.transport.world import MAX_LANES, Rebuilt, Report, World
 
@@ -38,6 +40,8 @@ _BUSY_SLEEP_SECONDS = 50e-6
 # A collective that waits for a late rank: no need to look twenty thousand times a second.
 _LONG_WAIT_SECONDS = 0.05
 _LONG_SLEEP_SECONDS = 500e-6
+# A round waits for this rank's word.
+_SOON_SECONDS = 500e-6
 # Rebuilds in a row that lost nobody and saw no round complete, before MPI is declared broken.
 _FRUITLESS_REBUILDS = 5
 REBUILDING = "rebuilding"
@@ -76,7 +80,6 @@ class Service:
         self.lanes: list[Lane] = []
         # For the monitor: the call that the loop is in and that may not come back.
         self.blocked: Blocked | None = None
-        self.farewells: dict[int, str] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._ready = threading.Event()
@@ -85,13 +88,20 @@ class Service:
         self._rebuild_wanted = False  # without a fault, for more communicators
         self._fruitless = 0
         self._progress = 0
-        self._joined = False
+        self._joined = self._released = self._away = False
         self._leave_barrier: Any = None
         self._all_through = False  # the barrier is complete: nobody needs this rank any more
         self._leave_deadline: float | None = None
         self.mailbox = Mailbox()
-        self.mailbox.register(Kind.FAREWELL, self._take_farewell)
-        self._parts: list[Part] = [self.mailbox]
+        self.farewells = Farewells(self.mailbox, self.call)
+        self.closings = Closings(
+            self.mailbox,
+            config.sync_timeout or 0.0,
+            self._feed_lane,
+            lambda lane: self.lanes[lane].rounds.completed,
+            lambda lane, round_, late: self.lanes[lane].workload.note_late(round_, late),
+        )
+        self._parts: list[Part] = [Alarm(), self.mailbox, self.farewells, self.closings]
         self._slot: Slot | None = None
         self.fencing: Fencing
         self._polls = 0
@@ -112,9 +122,20 @@ class Service:
         self._calls.append(function)
         self._wake.set()
 
-    def feed(self, lane: int, event: rounds.Event) -> None:
+    def feed(self, lane: int, event: Any) -> None:
         """Give an event to a lane."""
-        self.call(lambda: self.lanes[lane].feed(self.world, event))
+        self.call(lambda: self._feed_lane(lane, event))
+
+    def _feed_lane(self, lane: int, event: Any) -> None:
+        self.lanes[lane].feed(self.world, event)
+
+    def set_away(self, away: bool) -> None:
+        """On the service thread: this rank waits, or no longer waits, in an operation, so others
+        need not wait for its gradients."""
+        if away != self._away:
+            self._away = away
+            for lane in range(1, len(self.lanes)):
+                self._feed_lane(lane, rounds.WentAway() if away else rounds.CameBack())
 
     def join_all(self) -> None:
         """This rank has left its loops: zeros from now on, and the end once all have joined."""
@@ -123,31 +144,14 @@ class Service:
             self._joined = True
             for lane in range(len(self.lanes)):
                 # A call each: a fault in one lane's start must not keep the others from joining.
-                self.feed(lane, rounds.Joined())
+                self.feed(lane, lockstep.Joined())
 
         self.call(join)
 
-    def farewell(self, text: str, timeout: float = 0.2) -> bool:
-        """Tell all others why this rank is about to die; waits until that is sent, or not at all
-        if the loop cannot. Returns whether all others have said the same by then: a fault that
-        strikes everybody."""
-        sent = threading.Event()
-        self.call(lambda: self.tell_all(Kind.FAREWELL, text, sent))
-        deadline = time.monotonic() + timeout
-        sent.wait(timeout)
-        while not (alone := self._all_said_farewell()) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return alone
-
-    def _all_said_farewell(self) -> bool:
-        return set(self.world.view.members) <= {self.world.member, *self.farewells}
-
-    def tell_all(self, kind: Kind, text: str, sent: threading.Event | None = None) -> None:
-        """On the service thread: a message to all others of the view."""
-        self.mailbox.send(kind, text, self.world.view.members, sent)
-
-    def _take_farewell(self, message: Message) -> None:
-        self.farewells[message.sender] = message.text
+    def release(self) -> None:
+        """This rank has all that it needs of the others."""
+        self._released = True
+        self._wake.set()
 
     def attach(self, part: Part) -> None:
         """On the service thread: keep ``part`` going too."""
@@ -168,9 +172,16 @@ class Service:
         exist yet, all communicators are made anew."""
         index = len(self.lanes)
         strike = self._hooks.strike if index else (lambda _round, _point: None)
-        lane = Lane(index, workload, lambda round_, bucket: strike(round_, f"bucket{bucket}"))
-        lane.rounds = rounds.Rounds(workload.buckets, workload.in_turn, epoch=self.world.view.epoch)
+        lane = Lane(
+            index,
+            workload,
+            self.world.view.epoch,
+            lambda round_, bucket: strike(round_, f"bucket{bucket}"),
+            self.closings.announce,
+        )
         self.lanes.append(lane)
+        if workload.rules is not None:
+            self.closings.open(index, workload.rules)
         self._rebuild_wanted = index >= len(self.world.lane_comms)
         return index
 
@@ -207,7 +218,8 @@ class Service:
             self.views[self.world.view.epoch] = self.world.view
             here = self.world.identities[self.world.member]
             self.fencing = Fencing(here, self._config.fence_timeout)
-            self.mailbox.install(self.world)
+            for part in self._parts:
+                part.install(self.world)
         except BaseException as error:  # noqa: BLE001, it is raised again by start()
             self._start_error = error
             return
@@ -292,7 +304,8 @@ class Service:
     def _pause(self) -> None:
         busy = any(lane.requests for lane in self.lanes) or self._leave_barrier is not None
         if not busy:
-            self._wake.wait(self._config.idle_poll_seconds)
+            urgent = self.closings.urgent
+            self._wake.wait(_SOON_SECONDS if urgent else self._config.idle_poll_seconds)
             return
         self._polls += 1
         if self._polls <= _SPIN_POLLS:
@@ -317,7 +330,7 @@ class Service:
         report = Report(
             self.world.member, self.world.view.epoch, tuple(lane.report() for lane in self.lanes)
         )
-        gone = frozenset(self.farewells)
+        gone = frozenset(self.farewells.heard)
         old = self.world.view
         step = self.step
         with self._blocking(REBUILDING, "rebuild_timeout"):
@@ -327,8 +340,8 @@ class Service:
         self._judge(old, rebuilt, planned)
         self._fault, self._rebuild_wanted = None, False
         self.views[rebuilt.view.epoch] = rebuilt.view
-        if not self._finished():
-            self._hooks.view_changed(rebuilt, dict(self.farewells))
+        if not self.finished:
+            self._hooks.view_changed(rebuilt, dict(self.farewells.heard))
         for part in self._parts:
             part.install(self.world)
         for lane in self.lanes:
@@ -336,7 +349,7 @@ class Service:
 
     def _judge(self, old: View, rebuilt: Rebuilt, planned: bool) -> None:
         """Stop if too few are left, or if MPI fails again and again without a loss."""
-        if self._finished():
+        if self.finished:
             return  # this rank has all its results; those who left first are no loss
         verdict = judge(old, rebuilt.view.members, rebuilt.confirmed, self._config.min_size)
         if verdict.outcome is not Outcome.GO_ON:
@@ -357,18 +370,20 @@ class Service:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _finished(self) -> bool:
+    @property
+    def finished(self) -> bool:
+        """Whether all have left their loops, and nothing more comes of any lane."""
         return self._joined and all(lane.rounds.finished for lane in self.lanes)
 
     def _may_leave(self) -> bool:
         """Finished ranks meet in a barrier, so that nobody leaves while others need its results."""
-        if not self._finished() or self._fault is not None:
+        if not (self.finished and self._released) or self._fault is not None:
             return False
         if self._leave_deadline is None:
             self._leave_deadline = time.monotonic() + self._config.leave_timeout
         if self._leave_barrier is None and self.world.view.size > 1:
             try:
-                self._leave_barrier = self.world.control.Ibarrier()
+                self._leave_barrier = self.world.lane_comms[0].Ibarrier()
             except self.world.errors as error:
                 self._fault = error
                 return False

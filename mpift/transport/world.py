@@ -1,8 +1,8 @@
 """The communicators of a job, and their rebuild after a fault.
 
-``base`` is only ever shrunk, never revoked; ``control`` carries messages between ranks,
-``heartbeat`` signs of life, and each lane has a communicator for its collectives. All of them
-return errors. A rebuild is a loop: shrink,
+``base`` is only ever shrunk; ``control`` carries messages between ranks, ``heartbeat`` signs of
+life, and each lane has a communicator for its collectives, the only ones that are revoked. All of
+them return errors. A rebuild is a loop: shrink,
 create, exchange reports, agree; whatever dies in the middle of one attempt is left out of the next.
 Only the service thread calls into this module.
 """
@@ -197,7 +197,9 @@ class MpiWorld:
         """
         begin = time.monotonic()
         time.sleep(self._config.gather_seconds)
-        for comm in (self.control, *self.lane_comms):
+        # Only where collectives run. A message that is still on its way when its communicator is
+        # revoked makes Open MPI abort its sender ("Send error after request freed").
+        for comm in self.lane_comms:
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
         self._retired += [self.control, self.heartbeat, *self.lane_comms]

@@ -16,8 +16,8 @@ import numpy as np
 
 import mpift
 from mpift import runtime
-from mpift.reduction.buckets import Buffers, Layout, ParameterSpec, lay_out
-from mpift.reduction.gradients import GradientRounds
+from mpift.reduction.buckets import Layout, ParameterSpec, lay_out
+from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.transport import processes
 
 STEPS = 40
@@ -107,32 +107,51 @@ class Trainer:
         self.runtime = runtime.current()
         specs = [ParameterSpec(f"p{i}", elements, "float32") for i in range(parameters)]
         self.layout: Layout = lay_out(specs, elements * 4, elements * 8)
-        self.workload = GradientRounds(self.layout)
-        self.lane = self.runtime.open_lane(self.workload)
+        self.workload = GradientRounds(self.layout, RoundRules("all", 10.0, True, 4))
+        self.lane = self.runtime.gradients.open(self.workload, self)
         self.round = 0
-
-    @property
-    def buffers(self) -> Buffers:
-        return self.workload.buffers
 
     def step(self) -> list[float]:
         """One round; returns each bucket's value and participation."""
         self.runtime.strike(self.round, "step")
-        for number, bucket in enumerate(self.layout.buckets):
-            array = self.buffers.contributions[number]
+        contributes = not self.workload.busy
+        for number, bucket in enumerate(self.layout.buckets if contributes else ()):
+            array = self.workload.contributions.buffers[number]
             array[:] = gradient(self.runtime.member, self.round)
             array[bucket.participation] = 1
-            self.runtime.contribute(self.lane, number)
-        epoch = self.workload.wait(self.round)
+            self.workload.contribute(number, whole=number + 1 == len(self.layout.buckets))
+        own, declined = self.workload.settle(self.replay)
+        if declined:
+            return []
+        assert own == self.round
         found: list[float] = []
-        for number, bucket in enumerate(self.layout.buckets):
-            result = self.workload.result(self.round, number)
-            values = result[: bucket.participation]
+        for bucket, result in zip(self.layout.buckets, self.workload.results.of(own), strict=True):
+            values = result[: bucket.late]
             assert (values == values[0]).all(), "a result is torn"
             found += [float(values[0]), float(result[bucket.participation])]
-        self.runtime.see(epoch)
-        self.round += 1
+        self.replay(own + 1)
         return found
+
+    def replay(self, rounds: int) -> None:
+        """There is nothing to apply rounds to."""
+        for round_ in range(self.round, rounds):
+            delivered = self.workload.delivered(round_)
+            assert delivered is not None
+            self.runtime.see(delivered.epoch)
+            self.workload.applied(round_)
+            self.round = round_ + 1
+
+    def catch_up(self) -> None:
+        self.replay(self.workload.completed)
+
+    def make_room(self) -> None:
+        self.catch_up()
+
+    def flush(self, rounds: int) -> None:
+        raise AssertionError("nobody asks for that here")
+
+    def step_skipped(self) -> None:
+        pass
 
 
 def gradient(member: int, step: int) -> int:
@@ -175,7 +194,8 @@ def uneven(loops: dict[str, int]) -> dict[str, Any]:
     """Members leave their loops after different numbers of steps."""
     trainer = Trainer(100)
     member = trainer.runtime.member
-    counts = [trainer.step()[1] for _ in range(loops[str(member)])]
+    found = [trainer.step() for _ in range(loops[str(member)])]
+    counts = [values[1] for values in found if values]
     mpift.shutdown()
     return {"counts": counts}
 

@@ -387,7 +387,7 @@ def hooks_and_broadcast_state() -> dict[str, Any]:
     return {
         "calls": calls,
         "order": refusal_of(lambda: hvd.broadcast_parameters(mine)),
-        "fp16": missing_name(lambda: hvd.Compression.fp16),
+        "topk": missing_name(lambda: hvd.Compression.topk),
         "adasum": missing_name(lambda: hvd.Adasum),
     }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpift.errors import GradientError
-from mpift.reduction.buckets import Buffers, ParameterSpec, lay_out
+from mpift.reduction.buckets import Contributions, Layout, ParameterSpec, lay_out
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 SPECS = st.lists(
@@ -26,7 +27,7 @@ def test_every_parameter_has_one_place_of_its_own_and_counts_besides(
     assert sorted(placed) == list(range(len(specs)))
     for bucket in layout.buckets:
         assert len({specs[slot.parameter].dtype for slot in bucket.slots}) == 1
-        taken: list[int] = [bucket.participation]
+        taken: list[int] = [bucket.late, bucket.participation]
         for slot in bucket.slots:
             assert slot.stop - slot.start == specs[slot.parameter].elements
             taken += [*range(slot.start, slot.stop), slot.used]
@@ -51,11 +52,36 @@ def test_a_dtype_without_a_sum_is_refused_by_name() -> None:
         lay_out([ParameterSpec("layer.weight", 3, "complex64")], 1, 1)
 
 
-def test_the_last_result_and_the_next_never_share_memory() -> None:
-    buffers = Buffers(lay_out([ParameterSpec("a", 3, "float32")], 1, 1))
-    buffers.result(4, 0)[:] = 4
-    buffers.result(5, 0)[:] = 5
-    buffers.contributions[0][:] = 6
-    assert (buffers.result(4, 0) == 4).all()
-    assert (buffers.result(5, 0) == 5).all()
-    assert not buffers.zeros(0).any()
+def one_bucket() -> Layout:
+    return lay_out([ParameterSpec("a", 3, "float32")], 1, 1)
+
+
+def test_what_found_no_round_is_added_to_the_next_gradient() -> None:
+    contributions = Contributions(one_bucket())
+    given = contributions.buffers[0]
+    given[:] = 2, 2, 2, 1, 0, 1
+    contributions.carry(0)
+    assert not np.shares_memory(contributions.buffers[0], given)
+    target, add = contributions.target(0, withheld=False)
+    assert add
+    assert target is given is contributions.buffers[0]
+    assert contributions.target(0, withheld=False) == (target, False)  # once
+
+
+def test_a_gradient_that_is_withheld_is_carried_with_counts_of_one() -> None:
+    contributions = Contributions(one_bucket())
+    target, add = contributions.target(0, withheld=True)
+    assert not add
+    assert target is not contributions.buffers[0]
+    target[:] = 1, 2, 3, 1, 0, 1
+    assert contributions.target(0, withheld=True) == (target, True)
+    contributions.buffers[0][:] = 4, 4, 4, 1, 1, 1
+    contributions.carry(0)
+    assert contributions.target(0, withheld=False)[0].tolist() == [5, 6, 7, 1, 1, 1]
+
+
+def test_what_is_carried_can_be_forgotten() -> None:
+    contributions = Contributions(one_bucket())
+    contributions.target(0, withheld=True)
+    contributions.forget_carried()
+    assert contributions.target(0, withheld=False) == (contributions.buffers[0], False)

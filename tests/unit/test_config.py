@@ -34,8 +34,9 @@ def another(setting: Setting) -> Any:
     value = getattr(Config(), setting.name)
     if setting.choices:
         return next(choice for choice in setting.choices if choice != value)
-    if setting.name == "chaos":
-        return "kill:1@2"
+    texts = {"chaos": "kill:1@2", "quorum": "0.75", "patience": "adaptive"}
+    if setting.name in texts:
+        return texts[setting.name]
     by_kind = {"bool": lambda: not value, "int": lambda: value + 1, "str": lambda: "elsewhere"}
     return by_kind.get(setting.kind, lambda: value * 1.01 or 300.0)()
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mpift.core import rounds
+from mpift.core import lockstep
 from mpift.core.membership import View
 from mpift.reduction.buckets import ParameterSpec, lay_out
-from mpift.reduction.gradients import GradientRounds
+from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.transport.lane import Lane
 from mpift.transport.solo import SoloWorld
 from mpift.transport.world import LaneReport, Report
@@ -33,11 +33,13 @@ class SlowComm:
 
 def lane_of(buckets: int = 2) -> tuple[SoloWorld, SlowComm, Lane, GradientRounds]:
     specs = [ParameterSpec(f"p{i}", 10, "float32") for i in range(buckets)]
-    workload = GradientRounds(lay_out(specs, 40, 40))
+    workload = GradientRounds(lay_out(specs, 40, 40), RoundRules("majority", 10.0, True, 2))
+    workload.bind(0, lambda event: lane.feed(world, event))
     world = SoloWorld()
     comm = SlowComm()
     world.lane_comms = [comm]
-    return world, comm, Lane(0, workload, lambda _round, _bucket: None), workload
+    lane = Lane(0, workload, 0, lambda _round, _bucket: None, lambda _lane, _word: None)
+    return world, comm, lane, workload
 
 
 def in_epoch(world: SoloWorld, lane: Lane, epoch: int) -> None:
@@ -55,8 +57,8 @@ def complete_all(world: SoloWorld, comm: SlowComm, lane: Lane) -> None:
 def test_a_redo_receives_into_fresh_buffers() -> None:
     world, comm, lane, workload = lane_of()
     for bucket in range(2):
-        workload.buffers.contributions[bucket][:] = 1
-        lane.feed(world, rounds.Contributed(bucket))
+        workload.contributions.buffers[bucket][:] = 1
+        lane.feed(world, lockstep.Contributed(bucket))
     before = list(comm.given)
     comm.given.clear()
     lane.fault(world)
@@ -68,26 +70,26 @@ def test_a_redo_receives_into_fresh_buffers() -> None:
         old[:] = 666
     complete_all(world, comm, lane)
     for bucket in range(2):
-        assert (workload.result(0, bucket) == 1).all()
+        assert (workload.results.of(0)[bucket][:10] == 1).all()
 
 
 def test_a_contribution_that_may_still_be_read_is_not_written_by_the_next_round() -> None:
     world, comm, lane, workload = lane_of(1)
-    first = workload.buffers.contributions[0]
+    first = workload.contributions.buffers[0]
     first[:] = 1
-    lane.feed(world, rounds.Contributed(0))
+    lane.feed(world, lockstep.Contributed(0))
     lane.fault(world)
     comm.given.clear()
     in_epoch(world, lane, 1)
     complete_all(world, comm, lane)
-    workload.buffers.contributions[0][:] = 2
-    assert (first == 1).all()
+    workload.contributions.buffers[0][:] = 2
+    assert (first[:10] == 1).all()
 
 
 def test_what_never_completed_stays_referenced_for_life() -> None:
     world, comm, lane, workload = lane_of(1)
-    workload.buffers.contributions[0][:] = 1
-    lane.feed(world, rounds.Contributed(0))
+    workload.contributions.buffers[0][:] = 1
+    lane.feed(world, lockstep.Contributed(0))
     lane.fault(world)
     (kept,) = lane.quarantine
     assert [id(buffer) for buffer in kept.buffers] == [id(buffer) for buffer in comm.given[0]]
@@ -96,22 +98,22 @@ def test_what_never_completed_stays_referenced_for_life() -> None:
 def test_a_result_is_handed_over_even_after_the_layout_changed() -> None:
     world, comm, lane, workload = lane_of(2)
     for bucket in range(2):
-        workload.buffers.contributions[bucket][:] = 5
-        lane.feed(world, rounds.Contributed(bucket))
+        workload.contributions.buffers[bucket][:] = 5
+        lane.feed(world, lockstep.Contributed(bucket))
     complete_all(world, comm, lane)
     workload.relayout(lay_out([ParameterSpec("q", 3, "float32")], 40, 40))
     lane.set_buckets(1)
-    assert lane.report() == LaneReport(1, 0, 0, 2 * 12 * 4, 0, 0)
-    assert all((result == 5).all() for result in workload.result_to_give())
+    assert lane.report() == LaneReport(1, 0, 0, 2 * 13 * 4, 0, 0)
+    assert all((result[:10] == 5).all() for result in workload.result_to_give())
 
 
 def test_a_hand_over_that_breaks_off_leaves_no_buffer_behind() -> None:
     world, comm, lane, workload = lane_of(1)
-    workload.buffers.contributions[0][:] = 1
-    lane.feed(world, rounds.Contributed(0))
+    workload.contributions.buffers[0][:] = 1
+    lane.feed(world, lockstep.Contributed(0))
     lane.fault(world)
     world.view = View(1, (0, 1))
-    giver = Report(1, 0, (LaneReport(1, 0, 0, 12 * 4, 0, 0),))
+    giver = Report(1, 0, (LaneReport(1, 0, 0, 13 * 4, 0, 0),))
     lane.reconcile(world, (Report(0, 0, (lane.report(),)), giver))
     (taken,) = comm.taken
     lane.fault(world)  # the giver dies in the middle of it

@@ -24,8 +24,8 @@ def test_a_gradient_shares_no_memory_with_a_contribution_or_a_result() -> None:
     for _ in range(2):
         (weight * 3).sum().backward()
         optimizer.synchronize()
-        buffers = optimizer._mpift_reducer._workload.buffers
-        kept = [*buffers.contributions, *(buffers.result(round_, 0) for round_ in (0, 1))]
+        workload = optimizer._mpift_reducer.workload
+        kept = [*workload.contributions.buffers, *workload.results.last]
         assert weight.grad is not None
         assert not any(np.shares_memory(weight.grad.numpy(), buffer) for buffer in kept)
         results = [buffer.copy() for buffer in kept]

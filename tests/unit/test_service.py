@@ -11,7 +11,7 @@ import pytest
 from mpift.config import Config
 from mpift.core.hangs import Phase
 from mpift.reduction.buckets import ParameterSpec, lay_out
-from mpift.reduction.gradients import GradientRounds
+from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.reduction.operations import Operations
 from mpift.transport.liveness import Liveness, Slot
 from mpift.transport.service import Hooks, Service
@@ -63,10 +63,13 @@ def test_a_fault_while_a_rank_leaves_keeps_no_lane_from_ending(breaking: int) ->
     hooks = Hooks(lambda *_: None, give_up, lambda _step, _point: None)
     service = Service(lambda: BreakingWorld(breaking), Config(), hooks)
     service.start()
-    workload = GradientRounds(lay_out([ParameterSpec("p", 3, "float32")], 1, 1))
-    service.call(lambda: service.add_lane(Operations(0)) and None)
+    workload = GradientRounds(
+        lay_out([ParameterSpec("p", 3, "float32")], 1, 1), RoundRules("majority", 10.0, True, 4)
+    )
+    service.call(lambda: service.add_lane(Operations(0, lambda: None)) and None)
     service.call(lambda: service.add_lane(workload) and None)
     service.join_all()
+    service.release()
     service.thread.join(5)
     assert not service.thread.is_alive()
     assert service.world.view.epoch == 1  # the fault was there, and was recovered from
@@ -93,9 +96,10 @@ def test_the_watchdog_is_told_of_every_turn_and_of_a_call_that_may_block(tmp_pat
     service = Service(lambda: world, Config(rebuild_timeout=77.0), hooks)
     service.start()
     service.call(lambda: service.show_life(slot))
-    service.call(lambda: service.add_lane(Operations(0)) and None)
+    service.call(lambda: service.add_lane(Operations(0, lambda: None)) and None)
     beats = slot.beats
     service.join_all()
+    service.release()
     service.thread.join(5)
     assert world.limits == [(True, 77.0)]
     assert slot.blocked_since_seconds == 0

@@ -1,4 +1,4 @@
-"""A small world of ranks around ``core.rounds``: collectives, deaths, rebuilds, departures.
+"""A small world of ranks around ``core.turns``: operations, deaths, rebuilds, departures.
 
 The network is abstract but adversarial: a collective may complete on some ranks and fail on
 others whenever all members of its view have started it; errors are noticed in any order; ranks
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mpift.core import rounds
-from mpift.core.rounds import Rounds
+from mpift.core import lockstep
+from mpift.core.turns import Turns
 
 Result = tuple[frozenset[int], ...]  # per bucket, the ranks whose real data is in it
 
 
 @dataclass(frozen=True)
 class Rank:
-    machine: Rounds
+    machine: Turns
     loops: int  # rounds that its training loop will contribute to
     alive: bool = True
     faulted: bool = False  # noticed the fault of its epoch
@@ -38,7 +38,7 @@ class World:
     posted: frozenset[tuple[int, int, int, int, bool]] = frozenset()
 
 
-class RoundsModel:
+class TurnsModel:
     """``loops[i]`` rounds on rank i, at most ``deaths`` deaths, ``buckets`` buckets a round."""
 
     def __init__(
@@ -46,11 +46,10 @@ class RoundsModel:
         loops: tuple[int, ...],
         deaths: int,
         buckets: int = 2,
-        machine: type[Rounds] = Rounds,
-        in_turn: bool = False,
+        machine: type[Turns] = Turns,
     ) -> None:
         self.loops, self.deaths = loops, deaths
-        self.first = machine(buckets=buckets, in_turn=in_turn)
+        self.first = machine(buckets=buckets)
 
     def initial(self) -> World:
         ranks = tuple(Rank(self.first, loops) for loops in self.loops)
@@ -71,7 +70,7 @@ class RoundsModel:
             if rank.machine.finished and not rank.faulted:
                 yield f"rank {number} departs", _with(world, number, replace(rank, alive=False))
             if not rank.faulted and self._broken(world):
-                machine, _ = rank.machine.handle(rounds.Faulted())
+                machine, _ = rank.machine.handle(lockstep.Faulted())
                 noticed = replace(rank, machine=machine, faulted=True)
                 yield f"rank {number} sees the fault", _with(world, number, noticed)
         if self._living(world) and all(
@@ -84,13 +83,13 @@ class RoundsModel:
         if machine.joined or machine.finished:
             return
         if machine.completed >= rank.loops:
-            yield f"rank {number} joins", self._feed(world, number, rounds.Joined())
-        elif rank.contributed < (1 if machine.in_turn else machine.buckets):
+            yield f"rank {number} joins", self._feed(world, number, lockstep.Joined())
+        elif rank.contributed < 1:
             bucket = rank.contributed
             busy = _with(world, number, replace(rank, contributed=bucket + 1))
             yield (
                 f"rank {number} contributes bucket {bucket} of {machine.completed}",
-                self._feed(busy, number, rounds.Contributed(bucket)),
+                self._feed(busy, number, lockstep.Contributed(bucket)),
             )
 
     def _completions(self, world: World, number: int, rank: Rank) -> Iterator[tuple[str, World]]:
@@ -115,7 +114,7 @@ class RoundsModel:
                 results = list(rank.results) + [frozenset()] * machine.buckets
                 results[bucket] = who
                 held = replace(rank, results=tuple(results[: machine.buckets]))
-                event = rounds.BucketCompleted(epoch, bucket, len(who))
+                event = lockstep.BucketCompleted(epoch, bucket, len(who))
                 yield (
                     f"rank {number} completes bucket {bucket} of {round_} with {sorted(who)}",
                     self._feed(_with(world, number, held), number, event),
@@ -129,7 +128,7 @@ class RoundsModel:
         rank = world.ranks[number]
         if rank.machine.completed == round_:
             world = _with(world, number, replace(rank, results=result))
-        handed = rounds.HandedOver(world.epoch, round_, tag, last=not result[0])
+        handed = lockstep.HandedOver(world.epoch, round_, tag, last=not result[0])
         return self._feed(world, number, handed)
 
     def _rebuild(self, world: World) -> World:
@@ -139,22 +138,22 @@ class RoundsModel:
         world = replace(world, view=view, epoch=epoch, posted=frozenset())
         for number in view:
             world = _with(world, number, replace(world.ranks[number], faulted=False, results=()))
-            world = self._feed(world, number, rounds.Reconciled(epoch, completed))
+            world = self._feed(world, number, lockstep.Reconciled(epoch, completed))
         return world
 
     # -- carrying out instructions ------------------------------------------------------------
 
-    def _feed(self, world: World, number: int, event: rounds.Event) -> World:
+    def _feed(self, world: World, number: int, event: lockstep.Event) -> World:
         machine, instructions = world.ranks[number].machine.handle(event)
         rank = replace(world.ranks[number], machine=machine)
         posted = set(world.posted)
         for instruction in instructions:
             match instruction:
-                case rounds.Start(epoch, round_, bucket, real):
+                case lockstep.Start(epoch, round_, bucket, real, _):
                     posted.add((epoch, round_, bucket, number, real))
-                case rounds.HandOver(epoch, round_, _):
+                case lockstep.HandOver(epoch, round_, _):
                     posted.add((epoch, round_, -1, number, False))
-                case rounds.Deliver(round_, tag):
+                case lockstep.Deliver(round_, tag, _):
                     rank = replace(
                         rank,
                         delivered=(*rank.delivered, (round_, rank.results)),
@@ -162,7 +161,7 @@ class RoundsModel:
                         results=(),
                         contributed=0,
                     )
-                case rounds.Finish(tag):
+                case lockstep.Finish(tag):
                     rank = replace(rank, last=(machine.completed - 1, tag, rank.results))
         return _with(replace(world, posted=frozenset(posted)), number, rank)
 

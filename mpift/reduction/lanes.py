@@ -1,0 +1,117 @@
+"""The lanes of gradients: one an optimizer, opened, changed and seen through by all ranks alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpift.errors import MismatchError
+from mpift.reduction.gradients import GradientRounds
+from mpift.reduction.operations import Kind, Operation
+from mpift.reduction.records import Records
+from mpift.transport.service import Service
+from mpift.transport.world import MAX_LANES
+
+_CATCH_UP_SECONDS = 0.002
+
+
+class Follower(Protocol):
+    """Whoever applies the rounds of one lane; called on the main thread."""
+
+    workload: GradientRounds
+
+    def catch_up(self) -> None:
+        """Apply what is complete."""
+
+    def make_room(self) -> None:
+        """The same, if the others wait for it."""
+
+    def flush(self, rounds: int) -> None:
+        """Complete and apply all rounds below ``rounds``, as all ranks do."""
+
+    def step_skipped(self) -> None:
+        """The script will not use the result that it waited for."""
+
+
+class GradientLanes:
+    """See the module's docstring. ``operate`` carries out an operation with all ranks,
+    ``on_service`` a function on the service thread."""
+
+    def __init__(
+        self,
+        service: Service,
+        operate: Callable[[Operation], np.ndarray],
+        on_service: Callable[[Callable[[], Any]], None],
+    ) -> None:
+        self._service = service
+        self._operate = operate
+        self._on_service = on_service
+        self.followers: list[Follower] = []
+        self.records = Records(service.mailbox, service.call)
+        on_service(lambda: service.attach(self.records))
+
+    def open(self, workload: GradientRounds, follower: Follower) -> int:
+        """A lane for one optimizer's rounds; all ranks open theirs in the same order."""
+        opened: list[int] = []
+
+        def add() -> None:
+            if self._service.lanes_left:
+                lane = self._service.add_lane(workload)
+                workload.bind(lane, lambda event: self._service.feed(lane, event))
+                self.records.open(lane, workload.will_have_record)
+                opened.append(lane)
+
+        self._operate(Operation(Kind.OPEN_LANE))
+        self._on_service(add)
+        if not opened:
+            raise MismatchError(
+                f"at most {MAX_LANES - 1} distributed optimizers can be made before a shutdown()"
+                " and a new init()"
+            )
+        self.followers.append(follower)
+        return opened[0]
+
+    def relayout(self, lane: int, change: Callable[[], None]) -> None:
+        """Change a lane's layout between two rounds; returns when that is done. All ranks call
+        this for the same round; ``MismatchError`` if some have left already."""
+        self._operate(Operation(Kind.CHANGE_LAYOUT))
+
+        def apply() -> None:
+            change()
+            self._service.lanes[lane].set_buckets(self._service.lanes[lane].workload.buckets)
+
+        self._on_service(apply)
+
+    def settle(self, followers: Sequence[Follower] | None = None) -> None:
+        """Complete all rounds that any rank has something in, and apply them; all ranks call this.
+        ``followers``: those of some optimizers only."""
+        chosen = self.followers if followers is None else followers
+        targets = np.zeros(len(chosen), np.int64)
+
+        def look() -> None:
+            targets[:] = [follower.workload.target() for follower in chosen]
+
+        self._on_service(look)
+        agreed = self._operate(Operation(Kind.ALLREDUCE, targets, "max"))
+        for follower, rounds in zip(chosen, agreed.tolist(), strict=True):
+            follower.flush(rounds)
+
+    def make_room(self) -> None:
+        """Where the others wait because this rank is too far behind: apply what is complete."""
+        for follower in self.followers:
+            follower.make_room()
+
+    def see_through(self) -> None:
+        """At the end: apply what the others still complete, until all have left."""
+        for follower in self.followers:
+            follower.step_skipped()
+        while not self._service.finished:
+            time.sleep(_CATCH_UP_SECONDS)
+            for follower in self.followers:
+                follower.catch_up()
+        for follower in self.followers:
+            follower.catch_up()
+        self._service.release()

@@ -1,0 +1,218 @@
+"""Records: what the participants of a round gave their optimizers, for ranks that missed the round.
+
+A rank that took no part has the round's result, but not what the script made of it (clipping, the
+learning rate, a skipped step). It asks the others one after the other. Whoever ran its own code for
+the round has a record, or will have one; whoever missed the round too says so. If all others of a
+view say that, nobody is left who knows, and all that lack it go by the same rule: the result as it
+is, with the settings of the round before. A rank that runs its own code but was late before asks
+too, as its script's counters may be behind; where all that run theirs were late, the script of the
+lowest member counts.
+
+Records are bytes here. A part of the service's loop; ``fetch`` is called by the main thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpift.transport.lane import Started
+from mpift.transport.mailbox import Mailbox
+from mpift.transport.messages import Kind, Message
+from mpift.transport.world import World
+
+_TAG = 2  # on the control communicator; messages have another
+_AGAIN_SECONDS = 0.002
+
+
+class Answer(enum.IntEnum):
+    """What a rank says when it is asked for a record."""
+
+    MISSED = 0  # it ran no code of its own for this round, and won't
+    NOT_YET = 1
+    HERE = 2
+    LATE = 3  # it runs its own code, but was late, and asks itself
+
+
+@dataclass(slots=True)
+class _Fetch:
+    lane: int
+    round: int
+    own: bool
+    found: np.ndarray | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    missed: set[int] = field(default_factory=set)  # members that said so, in this view
+    late: set[int] = field(default_factory=set)
+    to_ask: list[int] = field(default_factory=list)
+    asked: int | None = None
+    again_at: float = 0.0
+
+
+class Records:
+    """See the module's docstring."""
+
+    def __init__(self, mailbox: Mailbox, call: Callable[[Callable[[], None]], None]) -> None:
+        self._mailbox = mailbox
+        self._call = call
+        self._world: World
+        self._sources: dict[int, Callable[[int], bool]] = {}
+        self._kept: dict[tuple[int, int], np.ndarray] = {}
+        self._lock = threading.Lock()
+        self._fetch: _Fetch | None = None
+        self._going: list[Started] = []
+        self._coming: Started | None = None
+        self._quarantine: list[Started] = []
+        mailbox.register(Kind.RECORD_WANTED, self._give)
+        mailbox.register(Kind.RECORD, self._take)
+
+    def open(self, lane: int, will_have: Callable[[int], bool]) -> None:
+        """Answer for ``lane`` too: ``will_have(round)`` says whether this rank may still come to
+        run its own code for a round that it has no record of."""
+        self._sources[lane] = will_have
+
+    # -- for the main thread -----------------------------------------------------------------------
+
+    def put(self, lane: int, round_: int, record: np.ndarray, kept: int) -> None:
+        """Keep ``record`` (uint8[n]) for the next ``kept`` rounds."""
+        with self._lock:
+            self._kept[lane, round_] = record
+            for key in [k for k in self._kept if k[0] == lane and k[1] < round_ - kept]:
+                del self._kept[key]
+
+    def fetch(self, lane: int, round_: int, own: bool = False) -> np.ndarray | None:
+        """The record of a completed round, from whoever has it; None if nobody is left who does.
+        ``own``: this rank runs its own code for the round; None then says that this counts."""
+        with self._lock:
+            mine = self._kept.get((lane, round_))
+        if mine is not None:
+            return mine
+        fetch = _Fetch(lane, round_, own)
+
+        def begin() -> None:
+            self._fetch = fetch
+            self._restart()
+
+        self._call(begin)
+        fetch.done.wait()
+        return fetch.found
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Ask everybody of the present view, the next in rank order first."""
+        fetch, view = self._fetch, self._world.view
+        if fetch is None:
+            return
+        here = view.rank_of(self._world.member)
+        fetch.missed, fetch.late = set(), set()
+        fetch.to_ask = [*view.members[here + 1 :], *view.members[:here]]
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        fetch = self._fetch
+        assert fetch is not None
+        fetch.asked = None
+        if fetch.to_ask:
+            fetch.asked = fetch.to_ask.pop(0)
+            text = f"{fetch.lane} {fetch.round}"
+            self._mailbox.send(Kind.RECORD_WANTED, text, [fetch.asked])
+            return
+        here = self._world.member
+        others = set(self._world.view.members) - {here}
+        mine_counts = fetch.own and here < min(fetch.late, default=here + 1)
+        if others <= (fetch.missed | fetch.late if mine_counts else fetch.missed):
+            self._end(None)
+        else:
+            fetch.again_at = time.monotonic() + _AGAIN_SECONDS
+
+    def _take(self, message: Message) -> None:
+        lane, round_, answer, size = map(int, message.text.split())
+        fetch = self._fetch
+        asked = fetch is not None and (fetch.lane, fetch.round) == (lane, round_)
+        if fetch is None or not asked or fetch.asked != message.sender:
+            return
+        if answer == Answer.HERE:
+            data = np.empty(size, np.uint8)
+            source = self._world.view.rank_of(message.sender)
+            request = self._world.control.Irecv(data, source=source, tag=_TAG)
+            self._coming = Started(request, (data,))
+            return
+        fetch.late.discard(message.sender)
+        if answer == Answer.MISSED:
+            fetch.missed.add(message.sender)
+        elif answer == Answer.LATE:
+            fetch.late.add(message.sender)
+        self._ask_next()
+
+    def _end(self, found: np.ndarray | None) -> None:
+        fetch, self._fetch = self._fetch, None
+        assert fetch is not None
+        fetch.found = found
+        fetch.done.set()
+
+    # -- answering ---------------------------------------------------------------------------------
+
+    def _give(self, message: Message) -> None:
+        lane, round_ = map(int, message.text.split())
+        with self._lock:
+            record = self._kept.get((lane, round_))
+        if record is not None:
+            rank = self._world.view.rank_of(message.sender)
+            self._answer(message, Answer.HERE, record.nbytes)
+            request = self._world.control.Isend(record, dest=rank, tag=_TAG)
+            self._going.append(Started(request, (record,)))
+            return
+        fetch, will_have = self._fetch, self._sources.get(lane)
+        if fetch is not None and fetch.own and (fetch.lane, fetch.round) == (lane, round_):
+            answer = Answer.LATE
+        elif will_have is None or will_have(round_):
+            answer = Answer.NOT_YET
+        else:
+            answer = Answer.MISSED
+        self._answer(message, answer, 0)
+
+    def _answer(self, message: Message, answer: Answer, size: int) -> None:
+        text = f"{message.text} {int(answer)} {size}"
+        self._mailbox.send(Kind.RECORD, text, [message.sender])
+
+    # -- the service's loop ------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> Sequence[Any]:
+        coming = [] if self._coming is None else [self._coming.request]
+        return [*coming, *(started.request for started in self._going)]
+
+    def complete(self, positions: Sequence[int]) -> None:
+        offset = 0 if self._coming is None else 1
+        for position in sorted(positions, reverse=True):
+            if position >= offset:
+                del self._going[position - offset]
+        if offset and 0 in positions:
+            started, self._coming = self._coming, None
+            assert started is not None
+            self._end(started.buffers[0])
+
+    def turn(self, now: float) -> None:
+        fetch = self._fetch
+        if fetch is None or self._coming is not None or fetch.asked is not None:
+            return
+        if now >= fetch.again_at:
+            here = self._world.member
+            asked = [m for m in self._world.view.members if m != here]
+            fetch.to_ask = [m for m in asked if m not in fetch.missed]
+            self._ask_next()
+
+    def fault(self) -> None:
+        coming = [] if self._coming is None else [self._coming]
+        self._quarantine += [*coming, *self._going]
+        self._coming, self._going = None, []
+
+    def install(self, world: World) -> None:
+        self._world = world
+        self._restart()

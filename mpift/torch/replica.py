@@ -1,0 +1,235 @@
+"""One optimizer's state as a function of rounds: every round is applied once, in order.
+
+A rank runs its own code for the rounds that its gradients count in; it *replays* the others, with
+the result that its service thread received and the record of a rank that did run its code. Either
+way parameters, optimizer state and settings have the same bits on all ranks after a round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpift.core.membership import View
+from mpift.devices.tensors import device_of
+from mpift.reduction.buckets import Bucket, Layout, empty_bucket
+from mpift.reduction.gradients import Delivered, GradientRounds
+from mpift.runtime import Runtime
+from mpift.torch import amp
+from mpift.torch.records import Record, decode, encode, set_settings, settings_of
+
+_ROUNDS_REPORTED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What happened in one round, as this rank saw it.
+
+    ``participants`` is the number of ranks whose gradients are in its result (in its fullest bucket,
+    where a rank was late for a part), of ``size`` in the view. ``wait_seconds`` is how long this
+    rank waited in ``step`` or ``synchronize``. ``late`` are member ids that the others did not wait
+    for. ``replayed``: this rank took no part, and applied the round afterwards."""
+
+    round: int
+    epoch: int
+    size: int
+    participants: int
+    wait_seconds: float
+    late: tuple[int, ...]
+    replayed: bool
+
+
+class Replica:
+    """See the module's docstring. ``average`` writes a bucket's result into the ``p.grad`` of its
+    parameters; ``parameters`` are those of the layout."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        runtime: Runtime,
+        workload: GradientRounds,
+        average: Callable[[Bucket, np.ndarray], None],
+    ) -> None:
+        self.applied = 0  # rounds
+        self.reports: deque[RoundReport] = deque(maxlen=_ROUNDS_REPORTED)
+        self.missed: list[View] = []  # the view of each round replayed since somebody looked
+        self.lane = -1
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.scaler: Any = None  # the GradScaler that this optimizer steps through
+        self._optimizer = optimizer
+        self._runtime = runtime
+        self._workload = workload
+        self._average = average
+        self._schedulers: list[Any] = []
+        self._settings = settings_of(optimizer)  # of the last applied round
+
+    @property
+    def _layout(self) -> Layout:
+        return self._workload.contributions.layout
+
+    def register_scheduler(self, scheduler: Any) -> Any:
+        """From now on ``scheduler`` makes one step a round, whoever took part in it."""
+        if getattr(scheduler, "optimizer", None) is not self._optimizer:
+            raise ValueError("register_scheduler takes a scheduler of this optimizer")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau goes by a metric, not by rounds: call its step(metric) yourself,"
+                " on all ranks with the same value"
+            )
+        self._schedulers.append(type(scheduler).step.__get__(scheduler))
+        scheduler.step = lambda *_arguments, **_keywords: None
+        return scheduler
+
+    # -- rounds of this rank's own -----------------------------------------------------------------
+
+    def prepare(self, round_: int, touched: bool, late: bool) -> bool:
+        """Before the inner optimizer's step for ``round_``, whose result is in ``p.grad``. Returns
+        whether the step has to be skipped.
+
+        A rank that was ``late`` goes by the record of one that was not, since its script's counters
+        may be behind. ``touched``: the script may have changed ``p.grad``."""
+        self._settings = settings_of(self._optimizer)
+        if late and self._is_wanted(round_):
+            data = self._runtime.gradients.records.fetch(self.lane, round_, own=True)
+            if data is not None:
+                record = decode(data, self._layout)
+                self._take(record)
+                self._keep(round_, data)
+                return record.skipped
+        if self._is_wanted(round_):
+            gradients = self._gradients() if touched else None
+            self._keep(round_, encode(self._record(False, gradients)))
+        return False
+
+    def _record(self, skipped: bool, gradients: Sequence[np.ndarray] | None = None) -> Record:
+        return Record(self._settings, skipped, amp.state(self.scaler, self._optimizer), gradients)
+
+    def finish(self, round_: int, wait_seconds: float = 0.0, replayed: bool = False) -> None:
+        """After the step for ``round_``, or instead of it."""
+        for step in self._schedulers:
+            step()
+        delivered = self._delivered(round_)
+        size = self._runtime.view_of(delivered.epoch).size
+        self.reports.append(
+            RoundReport(
+                round_,
+                delivered.epoch,
+                size,
+                delivered.participants,
+                wait_seconds,
+                delivered.late,
+                replayed,
+            )
+        )
+        self._runtime.see_round(delivered.epoch)
+        self._runtime.steps_applied += 1
+        self._workload.applied(round_)
+        self.applied = round_ + 1
+
+    def skip(self, round_: int) -> None:
+        """The script did not step: the round is applied without a change."""
+        if self._is_wanted(round_):
+            self._settings = settings_of(self._optimizer)
+            self._keep(round_, encode(self._record(True)))
+        self.finish(round_)
+
+    def _is_wanted(self, round_: int) -> bool:
+        """Whether a rank took no part in ``round_`` with all it has, or was late for an earlier one,
+        and so may ask for a record."""
+        delivered = self._delivered(round_)
+        size = self._runtime.view_of(delivered.epoch).size
+        return delivered.stale > 0 or delivered.least < size
+
+    def _delivered(self, round_: int) -> Delivered:
+        delivered = self._workload.delivered(round_)
+        assert delivered is not None
+        return delivered
+
+    def _keep(self, round_: int, data: np.ndarray) -> None:
+        self._runtime.gradients.records.put(
+            self.lane, round_, data, self._workload.rules.max_lag + 2
+        )
+
+    # -- rounds of the others ----------------------------------------------------------------------
+
+    def replay(self, rounds: int) -> None:
+        """Apply all rounds below ``rounds`` that this rank has not applied."""
+        while self.applied < rounds:
+            self._replay(self.applied)
+
+    def _replay(self, round_: int) -> None:
+        local = [parameter.grad for parameter in self.parameters]
+        try:
+            data = self._runtime.gradients.records.fetch(self.lane, round_)
+            for parameter in self.parameters:
+                parameter.grad = None
+            with torch.no_grad():
+                results = self._workload.results.of(round_)
+                for bucket, result in zip(self._layout.buckets, results, strict=True):
+                    self._average(bucket, result)
+            if data is None:  # nobody is left who knows: all who lack it go on like this
+                if self._schedulers:
+                    self._settings = settings_of(self._optimizer)
+                data = encode(self._record(False))
+            record = decode(data, self._layout)
+            self._take(record)
+            if not record.skipped and any(p.grad is not None for p in self.parameters):
+                with amp.scaled_step(self._optimizer, record.scaler):
+                    _plain_step(self._optimizer)
+            amp.update(self.scaler, record.scaler)
+            self._keep(round_, data)
+        finally:
+            for parameter, gradient in zip(self.parameters, local, strict=True):
+                parameter.grad = gradient
+        self._runtime.rounds_missed += 1
+        self.missed.append(self._runtime.view_of(self._delivered(round_).epoch))
+        self.finish(round_, replayed=True)
+
+    def _take(self, record: Record) -> None:
+        """Let settings and gradients be those of the record."""
+        set_settings(self._optimizer, record.settings)
+        self._settings = record.settings
+        amp.restore(self.scaler, self._optimizer, record.scaler)
+        if record.gradients is None:
+            return
+        with torch.no_grad():
+            for bucket, array in zip(self._layout.buckets, record.gradients, strict=True):
+                self._write(bucket, array)
+
+    def _write(self, bucket: Bucket, array: np.ndarray) -> None:
+        flat = torch.from_numpy(array)
+        for slot in bucket.slots:
+            parameter = self.parameters[slot.parameter]
+            if not array[slot.used]:
+                parameter.grad = None
+                continue
+            parameter.grad = torch.empty_like(parameter)
+            host = flat[slot.start : slot.stop]
+            device_of(parameter).copy_out(host, 1.0, parameter.grad)
+
+    def _gradients(self) -> list[np.ndarray]:
+        """Copies of what is in ``p.grad``, laid out in buckets."""
+        arrays = [empty_bucket(bucket) for bucket in self._layout.buckets]
+        with torch.no_grad():
+            for bucket, array in zip(self._layout.buckets, arrays, strict=True):
+                flat = torch.from_numpy(array)
+                for slot in bucket.slots:
+                    parameter = self.parameters[slot.parameter]
+                    if parameter.grad is not None:
+                        host = flat[slot.start : slot.stop]
+                        device_of(parameter).copy_in(parameter.grad, host, 1.0)
+                        array[slot.used] = 1
+        device_of(self.parameters[0]).fence()
+        return arrays
+
+
+def _plain_step(optimizer: Any) -> None:
+    """The step of the class that the optimizer had before it was distributed."""
+    optimizer._opt_called = True  # what a scheduler looks for before it complains
+    plain: Any = type(optimizer).__mro__[2]
+    plain.step(optimizer)
