@@ -84,7 +84,7 @@ class Runtime:
         self.identities = world.identities
         # The view as the script sees it: it changes only inside our calls.
         self.view: View = world.view
-        # Gradient rounds that the script asked for, those applied, and those of them it was late for.
+        # Rounds that the script asked for, those applied, and those of them it was late for.
         self.steps_called = self.steps_applied = self.rounds_missed = 0
         self.round_view: View = world.view  # the view that reduced the last gradient round
         self.gradients = GradientLanes(self._service, self.operate, self.on_service)

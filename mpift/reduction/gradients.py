@@ -153,10 +153,10 @@ class GradientRounds:
     def _has_news(self, applied: int) -> bool:
         return self._declined or not self._under_way or self.completed > applied
 
-    def will_have_record(self, round_: int) -> bool:
-        """Whether this rank's script may still come to deal with ``round_`` itself."""
+    def is_own(self, round_: int) -> bool | None:
+        """Whether this rank's script deals with ``round_`` itself; None if that is open."""
         with self._news:
-            return round_ >= self.completed or round_ in (self._own, self._ours)
+            return None if round_ >= self.completed else round_ in (self._own, self._ours)
 
     def target(self) -> int:
         """On the service thread: the first round that this rank has nothing claimed in."""
@@ -172,6 +172,11 @@ class GradientRounds:
         if self.carries:
             self.carries = False
             self._feed(rounds.CarryNothing())
+
+    def give_up(self) -> None:
+        """The main thread goes on without the round that it was about to take as its own."""
+        with self._news:
+            self._ours = None
 
     def disown(self) -> int | None:
         """The round in which a gradient was counted that nobody waited for, if there is one; it is

@@ -50,7 +50,7 @@ class GradientLanes:
         self._operate = operate
         self._on_service = on_service
         self.followers: list[Follower] = []
-        self.records = Records(service.mailbox, service.call)
+        self.records = Records(service.mailbox, service.call, lambda: service.away)
         on_service(lambda: service.attach(self.records))
 
     def open(self, workload: GradientRounds, follower: Follower) -> int:
@@ -61,7 +61,7 @@ class GradientLanes:
             if self._service.lanes_left:
                 lane = self._service.add_lane(workload)
                 workload.bind(lane, lambda event: self._service.feed(lane, event))
-                self.records.open(lane, workload.will_have_record)
+                self.records.open(lane, workload.is_own)
                 opened.append(lane)
 
         self._operate(Operation(Kind.OPEN_LANE))

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mpift.errors import MpiftError
 from mpift.transport.lane import Started
 from mpift.transport.mailbox import Mailbox
 from mpift.transport.messages import Kind, Message
@@ -38,6 +39,12 @@ class Answer(enum.IntEnum):
     NOT_YET = 1
     HERE = 2
     LATE = 3  # it runs its own code, but was late, and asks itself
+    AWAY = 4  # not yet, and it waits in an operation before: perhaps for the one that asks
+
+
+class RecordWithheldError(MpiftError):
+    """A rank will have the record only after an operation that it waits in. Whoever asked has to go
+    on without the round, or both might wait for each other."""
 
 
 @dataclass(slots=True)
@@ -49,6 +56,8 @@ class _Fetch:
     done: threading.Event = field(default_factory=threading.Event)
     missed: set[int] = field(default_factory=set)  # members that said so, in this view
     late: set[int] = field(default_factory=set)
+    away: set[int] = field(default_factory=set)
+    withheld: bool = False
     to_ask: list[int] = field(default_factory=list)
     asked: int | None = None
     again_at: float = 0.0
@@ -57,11 +66,17 @@ class _Fetch:
 class Records:
     """See the module's docstring."""
 
-    def __init__(self, mailbox: Mailbox, call: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        call: Callable[[Callable[[], None]], None],
+        away: Callable[[], bool],
+    ) -> None:
+        self._away = away
         self._mailbox = mailbox
         self._call = call
         self._world: World
-        self._sources: dict[int, Callable[[int], bool]] = {}
+        self._sources: dict[int, Callable[[int], bool | None]] = {}
         self._kept: dict[tuple[int, int], np.ndarray] = {}
         self._lock = threading.Lock()
         self._fetch: _Fetch | None = None
@@ -71,10 +86,10 @@ class Records:
         mailbox.register(Kind.RECORD_WANTED, self._give)
         mailbox.register(Kind.RECORD, self._take)
 
-    def open(self, lane: int, will_have: Callable[[int], bool]) -> None:
-        """Answer for ``lane`` too: ``will_have(round)`` says whether this rank may still come to
-        run its own code for a round that it has no record of."""
-        self._sources[lane] = will_have
+    def open(self, lane: int, is_own: Callable[[int], bool | None]) -> None:
+        """Answer for ``lane`` too: ``is_own(round)`` says whether this rank runs its own code for a
+        round; None if that is open."""
+        self._sources[lane] = is_own
 
     # -- for the main thread -----------------------------------------------------------------------
 
@@ -87,7 +102,8 @@ class Records:
 
     def fetch(self, lane: int, round_: int, own: bool = False) -> np.ndarray | None:
         """The record of a completed round, from whoever has it; None if nobody is left who does.
-        ``own``: this rank runs its own code for the round; None then says that this counts."""
+        ``own``: this rank runs its own code for the round; None then says that this counts. Raises
+        ``RecordWithheldError`` if others have to go through an operation first."""
         with self._lock:
             mine = self._kept.get((lane, round_))
         if mine is not None:
@@ -100,6 +116,8 @@ class Records:
 
         self._call(begin)
         fetch.done.wait()
+        if fetch.withheld:
+            raise RecordWithheldError(f"the record of round {round_} comes after an operation")
         return fetch.found
 
     # -- asking ------------------------------------------------------------------------------------
@@ -110,7 +128,7 @@ class Records:
         if fetch is None:
             return
         here = view.rank_of(self._world.member)
-        fetch.missed, fetch.late = set(), set()
+        fetch.missed, fetch.late, fetch.away = set(), set(), set()
         fetch.to_ask = [*view.members[here + 1 :], *view.members[:here]]
         self._ask_next()
 
@@ -128,6 +146,9 @@ class Records:
         mine_counts = fetch.own and here < min(fetch.late, default=here + 1)
         if others <= (fetch.missed | fetch.late if mine_counts else fetch.missed):
             self._end(None)
+        elif fetch.away and not fetch.own:
+            fetch.withheld = True
+            self._end(None)
         else:
             fetch.again_at = time.monotonic() + _AGAIN_SECONDS
 
@@ -144,10 +165,13 @@ class Records:
             self._coming = Started(request, (data,))
             return
         fetch.late.discard(message.sender)
+        fetch.away.discard(message.sender)
         if answer == Answer.MISSED:
             fetch.missed.add(message.sender)
         elif answer == Answer.LATE:
             fetch.late.add(message.sender)
+        elif answer == Answer.AWAY:
+            fetch.away.add(message.sender)
         self._ask_next()
 
     def _end(self, found: np.ndarray | None) -> None:
@@ -168,11 +192,14 @@ class Records:
             request = self._world.control.Isend(record, dest=rank, tag=_TAG)
             self._going.append(Started(request, (record,)))
             return
-        fetch, will_have = self._fetch, self._sources.get(lane)
+        fetch = self._fetch
+        own = self._sources[lane](round_) if lane in self._sources else None
         if fetch is not None and fetch.own and (fetch.lane, fetch.round) == (lane, round_):
             answer = Answer.LATE
-        elif will_have is None or will_have(round_):
+        elif own is None:
             answer = Answer.NOT_YET
+        elif own:
+            answer = Answer.AWAY if self._away() else Answer.NOT_YET
         else:
             answer = Answer.MISSED
         self._answer(message, answer, 0)

@@ -21,8 +21,9 @@ from mpift.errors import GradientError
 from mpift.reduction.gradients import RoundRules
 from mpift.torch import amp
 from mpift.torch.compression import Compression, compressor_of
+from mpift.torch.naming import name_parameters
 from mpift.torch.reduce_ops import Average, ReduceOp, Sum
-from mpift.torch.reducer import Reducer, name_parameters
+from mpift.torch.reducer import Reducer
 from mpift.torch.replica import RoundReport
 
 
@@ -172,11 +173,12 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     others: they take no part, and apply its result later. ``quorum`` is "majority", "all", a number
     of ranks or a fraction (a float) of the view; ``patience`` is in seconds, "adaptive" or
     "timeout". ``late`` says what becomes of a gradient that comes too late for its round: "carry"
-    lets it count in the next one, "drop" doesn't count it. A rank that is ``max_lag`` rounds behind is waited for. None
-    stands for what the settings say: majority, ``sync_timeout`` seconds, carry, 4 rounds.
+    lets it count in the next one, "drop" doesn't count it. A rank that is ``max_lag`` rounds behind
+    is waited for. None stands for what the settings say: majority, ``sync_timeout`` seconds, carry,
+    4 rounds.
 
-    Raises ``ValueError`` or ``ConfigError`` for wrong arguments, ``MismatchError`` if ranks hold other parameters, and
-    ``GradientError`` for gradients that can't be reduced.
+    Raises ``ValueError`` or ``ConfigError`` for wrong arguments, ``MismatchError`` if ranks hold
+    other parameters, and ``GradientError`` for gradients that can't be reduced.
     """
     compressor = compressor_of(compression)
     if op not in (Average, Sum):

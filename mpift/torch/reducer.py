@@ -8,8 +8,8 @@ places what no hook has placed, waits for the round in which it counts, and writ
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from mpift.reduction.codecs import Compressor
 from mpift.reduction.compressed import CompressedSum
 from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.reduction.operations import Kind, Operation
+from mpift.reduction.records import RecordWithheldError
 from mpift.torch import amp
 from mpift.torch.reduce_ops import Average, ReduceOp
 from mpift.torch.replica import Replica
@@ -117,7 +118,8 @@ class Reducer:
     def make_room(self) -> None:
         """The same, if the others wait because this rank is too far behind."""
         if self.workload.completed - self.replica.applied > self.workload.rules.max_lag:
-            self.catch_up()
+            with contextlib.suppress(RecordWithheldError):  # tried again soon
+                self.catch_up()
 
     def flush(self, rounds: int) -> None:
         """Complete all rounds below ``rounds``, as all ranks do, and apply them."""
@@ -305,12 +307,23 @@ class Reducer:
         for index in range(len(self._parameters)):
             if index not in self._placed:
                 self._place(index)
+        try:
+            self._complete()
+        except RecordWithheldError:
+            # Others wait in an operation, perhaps for this rank: what it has missed comes later.
+            self.declined = True
+            self.workload.give_up()
+        if self.declined:
+            self._runtime.steps_called -= 1  # nobody asked for a round then
+        self._begin_round()
+
+    def _complete(self) -> None:
+        """Wait for the round that counts as this rank's own, and apply all before it."""
         began, first = time.monotonic(), self.replica.applied
         with self._runtime.waiting():
             own, self.declined = self.workload.settle(self.replica.replay)
         self._waited = time.monotonic() - began
         if self.declined:
-            self._runtime.steps_called -= 1  # nobody asked for a round then
             self.replica.replay(self.workload.completed)
         else:
             self._own = self.workload.completed - 1 if own is None else own
@@ -321,7 +334,6 @@ class Reducer:
                 for bucket, result in zip(self._layout.buckets, results, strict=True):
                     self._copy_out(bucket, result)
             self.synchronized = True
-        self._begin_round()
 
     def _compressed_sum(self, layout: Layout, number: int) -> CompressedSum | None:
         bucket = layout.buckets[number]
@@ -353,40 +365,3 @@ def slot_views(bucket: Bucket, array: np.ndarray) -> list[torch.Tensor]:
     """One flat tensor a parameter, over the memory of ``array``."""
     flat = torch.from_numpy(array)
     return [flat[slot.start : slot.stop] for slot in bucket.slots]
-
-
-def name_parameters(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-) -> dict[torch.Tensor, str]:
-    """Names for all parameters of ``optimizer``.
-
-    Raises ``ValueError`` where names are given but wrong: not pairs, one name twice, or not one for
-    each parameter.
-    """
-    if named_parameters is None:
-        groups: Sequence[dict[str, Any]] = optimizer.param_groups
-        return {
-            parameter: f"group{g}.parameter{i}"
-            for g, group in enumerate(groups)
-            for i, parameter in enumerate(group["params"])
-        }
-    pairs = list(named_parameters)
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(
-            "named_parameters must be (name, parameter) pairs: model.named_parameters()"
-        )
-    counts: dict[str, int] = {}
-    for name, _ in pairs:
-        counts[name] = counts.get(name, 0) + 1
-    doubled = sorted(name for name, count in counts.items() if count > 1)
-    if doubled:
-        raise ValueError(f"named_parameters has these names twice: {', '.join(doubled)}")
-    names = {parameter: name for name, parameter in pairs}
-    unnamed = sum(p not in names for group in optimizer.param_groups for p in group["params"])
-    if unnamed:
-        raise ValueError(
-            f"named_parameters lacks {unnamed} of the optimizer's parameters: give all of them, as"
-            " in model.named_parameters(), or none"
-        )
-    return names

@@ -30,10 +30,10 @@ _ROUNDS_REPORTED = 1000
 class RoundReport:
     """What happened in one round, as this rank saw it.
 
-    ``participants`` is the number of ranks whose gradients are in its result (in its fullest bucket,
-    where a rank was late for a part), of ``size`` in the view. ``wait_seconds`` is how long this
-    rank waited in ``step`` or ``synchronize``. ``late`` are member ids that the others did not wait
-    for. ``replayed``: this rank took no part, and applied the round afterwards."""
+    ``participants`` is the number of ranks whose gradients are in its result (in its fullest
+    bucket, where one was late for a part), of ``size`` in the view. ``wait_seconds`` is how long
+    this rank waited in ``step`` or ``synchronize``. ``late`` are member ids that the others did not
+    wait for. ``replayed``: this rank took no part, and applied the round afterwards."""
 
     round: int
     epoch: int
@@ -139,8 +139,8 @@ class Replica:
         self.finish(round_)
 
     def _is_wanted(self, round_: int) -> bool:
-        """Whether a rank took no part in ``round_`` with all it has, or was late for an earlier one,
-        and so may ask for a record."""
+        """Whether a rank took no part in ``round_`` with all it has, or was late for an earlier
+        one, and so may ask for a record."""
         delivered = self._delivered(round_)
         size = self._runtime.view_of(delivered.epoch).size
         return delivered.stale > 0 or delivered.least < size

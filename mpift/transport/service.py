@@ -88,7 +88,7 @@ class Service:
         self._rebuild_wanted = False  # without a fault, for more communicators
         self._fruitless = 0
         self._progress = 0
-        self._joined = self._released = self._away = False
+        self._joined = self._released = self.away = False
         self._leave_barrier: Any = None
         self._all_through = False  # the barrier is complete: nobody needs this rank any more
         self._leave_deadline: float | None = None
@@ -132,8 +132,8 @@ class Service:
     def set_away(self, away: bool) -> None:
         """On the service thread: this rank waits, or no longer waits, in an operation, so others
         need not wait for its gradients."""
-        if away != self._away:
-            self._away = away
+        if away != self.away:
+            self.away = away
             for lane in range(1, len(self.lanes)):
                 self._feed_lane(lane, rounds.WentAway() if away else rounds.CameBack())
 

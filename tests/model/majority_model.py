@@ -276,7 +276,9 @@ class MajorityModel:
             world = self._carry_out(world, number, instruction)
         return world
 
-    def _carry_out(self, world: World, number: int, instruction: Any) -> World:
+    def _carry_out(  # noqa: C901, PLR0912, one match
+        self, world: World, number: int, instruction: Any
+    ) -> World:
         rank = world.ranks[number]
         match instruction:
             case lockstep.Start(_, round_, bucket, real, _):
@@ -306,10 +308,8 @@ class MajorityModel:
             case lockstep.Finish(tag):
                 rank = replace(rank, last=(rank.machine.completed - 1, tag, rank.results))
             case rounds.GiveBack(buckets):
-                carried = list(rank.carried)
-                for bucket in buckets:
-                    carried[bucket] |= rank.buffers[bucket]
-                rank = replace(rank, carried=tuple(carried))
+                carried = _added(rank.carried, rank.buffers, buckets)
+                rank = replace(rank, carried=carried)
                 if rank.own < 0:
                     rank = replace(
                         rank,
@@ -319,14 +319,10 @@ class MajorityModel:
                         whole=rank.machine.held != NOTHING,
                     )
             case rounds.Drop(buckets):
-                lost = list(rank.lost)
-                for bucket in buckets:
-                    lost[bucket] |= rank.buffers[bucket]
-                rank = replace(rank, lost=tuple(lost))
+                rank = replace(rank, lost=_added(rank.lost, rank.buffers, buckets))
             case rounds.Announce(_, standing, round_):
                 turn = world.operations
                 told = closing.Told(number, Standing(standing), round_, turn)
-                coordinator = world.ranks[world.view[0]]
                 if self.prompt and not rank.faulted:
                     return self._closing(world, told)
                 rank = replace(rank, outbox=(*rank.outbox, told))
@@ -375,6 +371,16 @@ class MajorityModel:
 
     def _broken(self, world: World) -> bool:
         return any(not world.ranks[n].alive or world.ranks[n].faulted for n in world.view)
+
+
+def _added(
+    items: tuple[Batches, ...], buffers: tuple[Batches, ...], buckets: frozenset[int]
+) -> tuple[Batches, ...]:
+    """``items`` with what is in the buffers of ``buckets``."""
+    return tuple(
+        item | (buffers[bucket] if bucket in buckets else NOTHING)
+        for bucket, item in enumerate(items)
+    )
 
 
 def _put(items: tuple[Batches, ...], index: int, value: Batches) -> tuple[Batches, ...]:

@@ -109,7 +109,7 @@ def test_where_most_are_away_whoever_arrives_is_told_to_go_on() -> None:
 
 
 def test_half_are_no_majority() -> None:
-    state, done = play(Closing.of((0, 1), "majority"), *away(0), *arrived(1))
+    _, done = play(Closing.of((0, 1), "majority"), *away(0), *arrived(1))
     assert done == [Nudge(0, (0,), late=())]
 
 
