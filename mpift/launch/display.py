@@ -140,7 +140,7 @@ _LABELS = {
     "recovery_seconds": "seconds from each injected death to the next finished step",
     "hang_recovery_seconds": "seconds from each injected hang to the next finished step",
     "rebuild_seconds": "seconds to rebuild the world after each loss",
-    "rounds_missed": "rounds that a rank was too late for (rank: rounds)",
+    "rounds_missed": "rounds missed (rank: rounds)",
 }
 
 

@@ -276,7 +276,7 @@ class MajorityModel:
             world = self._carry_out(world, number, instruction)
         return world
 
-    def _carry_out(  # noqa: C901, PLR0912, one match
+    def _carry_out(  # noqa: C901, one match
         self, world: World, number: int, instruction: Any
     ) -> World:
         rank = world.ranks[number]
