@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from mpift.bench.step import StepReport
+    from mpift.bench.straggler import StragglerReport
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, peers in the same run.")
 
-
-@app.callback()
-def _bench() -> None:
-    """Keep ``step`` a sub-command although it is the only one."""
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the figures there; - is stdout."),
+]
 
 
 @app.command()
@@ -27,33 +31,97 @@ def step(
     model: Annotated[str, typer.Option(help="Model to train.")] = "mlp12m",
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each contender takes.")] = 7,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps in one turn.")] = 15,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the figures there; - is stdout."),
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time a training step with mpift, with torch DDP over gloo, without communication, and raw
     MPI, in alternation on the same ranks."""
     from rich.console import Console
 
     from mpift.bench.step import measure
+
+    _check_writable(json_file)
+    console = Console(stderr=True)
+    with _told(console), console.status(f"measuring {model} on {ranks} ranks"):
+        report = measure(ranks, model, rounds, steps)
+    _show(console, table(report), report.as_json(), json_file)
+
+
+@app.command()
+def straggler(
+    ranks: Annotated[int, typer.Option("-np", "--num-proc", min=2, help="Ranks to start.")] = 4,
+    delays: Annotated[
+        str | None,
+        typer.Option(metavar="D,D,...", help="Delays in step times [default: 1,1.5,2,3,5,10]."),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer rounds, and only the delay 1.5.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what one late rank a round costs, synchronously and by majority, beside the bound of
+    the rule; computation is a timed wait."""
+    from rich.console import Console
+
+    from mpift.bench.straggler import make_plan, measure
+    from mpift.errors import ExitCode
+
+    _check_writable(json_file)
+    console = Console(stderr=True)
+    with _told(console):
+        plan = make_plan(ranks, _numbers(delays), quick)
+        about = f"measuring {ranks} ranks for about {max(1, round(plan.seconds / 60))} min"
+        with console.status(about):
+            report = measure(plan)
+    _show(console, straggler_table(report), report.as_json(), json_file)
+    if not report.identical:
+        _complain(console, "ranks ended with different parameters or optimizer state")
+        raise typer.Exit(ExitCode.SCRIPT_FAILED)
+
+
+def _numbers(text: str | None) -> tuple[float, ...] | None:
+    """The numbers of a list with commas; None if there is no list."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"--delays takes numbers of step times with commas between, such as 1,1.5, not {text!r}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _told(console: Console) -> Iterator[None]:
+    """Errors of ours inside are told to the user, and end the command."""
     from mpift.errors import ConfigError, ExitCode, MpiftError
 
-    console = Console(stderr=True)
     try:
-        with console.status(f"measuring {model} on {ranks} ranks"):
-            report = measure(ranks, model, rounds, steps)
+        yield
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     except MpiftError as error:
-        console.print(f"mpift bench: {error}", style="red", markup=False, highlight=False)
+        _complain(console, str(error))
         raise typer.Exit(ExitCode.SCRIPT_FAILED) from None
-    text = json.dumps(report.as_json(), indent=2)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Better told now than after minutes of measuring."""
+    if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def _complain(console: Console, text: str) -> None:
+    console.print(f"mpift bench: {text}", style="red", markup=False, highlight=False)
+
+
+def _show(console: Console, shown: Table, figures: dict[str, Any], json_file: Path | None) -> None:
+    """Print the table, and the figures where they are asked for."""
+    from rich.console import Console
+
+    text = json.dumps(figures, indent=2)
     to_stdout = json_file == Path("-")
     if json_file is not None and not to_stdout:
         json_file.write_text(text + "\n")
     # Standard output is left to the JSON where that is asked for there.
-    (console if to_stdout else Console()).print(table(report))
+    (console if to_stdout else Console()).print(shown)
     if to_stdout:
         print(text)
 
@@ -81,3 +149,51 @@ def table(report: StepReport) -> Table:
         quartiles = f"{1e3 * spread.lower:.1f} to {1e3 * spread.upper:.1f}"
         result.add_row(words, f"{1e3 * spread.median:.1f}", quartiles)
     return result
+
+
+def straggler_table(report: StragglerReport) -> Table:
+    """The report for people: steps per second, waiting for all and by majority, and the
+    ratios with their bounds in brackets."""
+    from rich.table import Table
+
+    plan = report.plan
+    result = Table(
+        title=f"one of {plan.ranks} ranks late in each round: steps of"
+        f" {1e3 * plan.step_seconds:.0f} ms and gradients of {report.bytes / 2**20:.0f} MiB",
+        caption=straggler_caption(report),
+    )
+    for heading in ("late by", "all /s", "majority /s", "speed-up", "of even", "took part"):
+        result.add_column(heading, justify="right")
+    for row in report.rows:
+        result.add_row(
+            f"{row.delay_steps:g} steps",
+            f"{row.synchronous:.2f}",
+            f"{row.majority:.2f}",
+            f"{row.speedup:.2f} ({row.bound_speedup:.2f})",
+            f"{row.fraction_of_even:.2f} ({row.bound_fraction:.2f})",
+            f"{100 * row.participation:.0f} %",
+        )
+    return result
+
+
+def straggler_caption(report: StragglerReport) -> str:
+    """What the rows do not say, a sentence a line."""
+    ratios, plan = report.even_ratios, report.plan
+    if report.named is None:
+        named = "nobody was late"
+    else:
+        named = f"late most often: rank {report.named}, {report.late_rounds[report.named]} rounds"
+    bounds = (
+        "in brackets the bound, which knows nothing of communication, here"
+        f" {100 * report.communication_share:.0f} % of a step"
+    )
+    even = (
+        f"nobody late: {report.even.median:.2f} /s by majority, over all {ratios.median:.2f}"
+        f" ({ratios.lower:.2f} to {ratios.upper:.2f} in {ratios.runs} turns)"
+    )
+    persistent = (
+        f"rank {report.slow_member} always {plan.slowdown:g} times as slow: the others keep"
+        f" {100 * report.others_fraction:.0f} % of their pace; {named}"
+    )
+    identical = f"parameters and optimizer state identical on all ranks: {report.identical}"
+    return f"{bounds}\n{even}\n{persistent}\n{identical}"

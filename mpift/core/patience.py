@@ -5,9 +5,12 @@ everybody x of a round's time T. Not to wait costs one gradient of n now, and th
 the round closes in which its gradient counts: about one n-th of a round's work. As in the
 ski-rental problem (Karlin et al. 1988) one waits no longer than what the alternative costs, and
 here for half of it, because late ranks mostly come much later than that. Where arrivals spread more
-by themselves than T/2n, the spread of the quorum's own arrivals rules instead.
+by themselves than T/2n, the spread of the quorum's own arrivals rules instead; counted are those
+who were in time for the round before as well.
 
-    patience = max(T / 2n, 3 * spread)        T, spread: medians of the last rounds
+    patience = max(T / 2n, 3 * spread, 10 ms)        T, spread: medians of the last rounds
+
+Under 10 ms it is the operating system that is late, and no rank.
 
 A rank that was missing in the round before already is not waited for: it is busy with an older
 gradient, and nobody knows for how long.
@@ -16,6 +19,7 @@ gradient, and nobody knows for how long.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 from mpift.errors import ConfigError
@@ -25,6 +29,7 @@ TIMEOUT = "timeout"
 _ROUNDS = 32
 _ROUNDS_MIN = 5  # fewer say nothing: the first rounds are slow for reasons of their own
 _SPREADS = 3.0
+_LEAST_SECONDS = 0.01
 
 
 def parse_patience(given: str | float) -> str | float:
@@ -56,12 +61,15 @@ class Patience:
         self._spreads: deque[float] = deque(maxlen=_ROUNDS)
         self._quorum_at: float | None = None
 
-    def quorum_arrived(self, first: float, last: float) -> None:
-        """A round's quorum is complete: when its first and last members arrived, in seconds."""
+    def quorum_arrived(self, at: float, in_time: Sequence[float]) -> None:
+        """A round's quorum was complete ``at`` this time, in seconds. ``in_time`` are the arrivals
+        of those of it that were there in the round before too: a rank that was late for that comes
+        early now, and its way ahead says nothing of how ranks spread."""
         if self._quorum_at is not None:
-            self._rounds.append(last - self._quorum_at)
-            self._spreads.append(last - first)
-        self._quorum_at = last
+            self._rounds.append(at - self._quorum_at)
+            if len(in_time) > 1:
+                self._spreads.append(max(in_time) - min(in_time))
+        self._quorum_at = at
 
     def forget_time(self) -> None:
         """Time passed that belongs to no round: a rebuild, an evaluation."""
@@ -74,5 +82,6 @@ class Patience:
             return self._limit
         if not hopeful:
             return 0.0
-        least = median(self._rounds) / (2 * size)
-        return min(self._limit, max(least, _SPREADS * median(self._spreads)))
+        cost = median(self._rounds) / (2 * size)
+        spread = median(self._spreads) if self._spreads else 0.0
+        return min(self._limit, max(cost, _SPREADS * spread, _LEAST_SECONDS))

@@ -227,9 +227,11 @@ class Rounds(Lockstep):
 
     def _closed(self) -> bool:
         """Whether nothing more comes from this rank for the open round."""
-        asked = self.nudged >= self.completed or self.flush > self.completed
+        lag = self.completed - self.applied
+        nudged = self.nudged >= self.completed and lag < self.max_lag
+        flushed = self.flush > self.completed
         ending = self.last is not None and self.last >= self.completed
-        return asked or ending or (self.awaited and not self.settled)
+        return nudged or flushed or ending or (self.awaited and not self.settled)
 
     def _give_back(self) -> tuple[Rounds, tuple[Any, ...]]:
         back = replace(self, waiting=frozenset(), late=True, awaited=False)

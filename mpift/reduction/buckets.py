@@ -166,6 +166,11 @@ class Contributions:
         counts = carried[self.layout.buckets[bucket].slots[0].used :]
         np.minimum(counts, 1, out=counts)
 
+    @property
+    def carries(self) -> tuple[int, ...]:
+        """Buckets in which something is carried."""
+        return tuple(b for b, carried in enumerate(self._carried) if carried is not None)
+
     def forget_carried(self) -> None:
         """Nothing is carried on."""
         self._carried = [None] * len(self.buffers)

@@ -356,7 +356,7 @@ def _exchange(
         for peer, buffer in receive.items():
             started.append(Started(comm.Irecv(buffer, source=peer, tag=tag), (buffer,)))
         for peer, buffer in send.items():
-            started.append(Started(comm.Isend(buffer, dest=peer, tag=tag), (buffer,)))
+            started.append(Started(comm.Isend(buffer, dest=peer, tag=tag), (buffer,), True))
     except BaseException:
         _QUARANTINE.extend(started)
         raise

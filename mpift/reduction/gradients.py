@@ -24,6 +24,8 @@ from mpift.reduction.results import Results
 from mpift.transport.lane import Started
 from mpift.transport.world import LaneReport, World
 
+_IDLE_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class RoundRules:
@@ -68,6 +70,7 @@ class GradientRounds:
         self._open = 0  # number of the open round, on the service thread
         self._feed: Callable[[Any], None]
         self._tag: int
+        self._ranks = 0  # in the view of the open round
         self._news = threading.Condition()
         self._delivered: dict[int, Delivered] = {}  # completed and not applied
         self.completed = 0
@@ -95,9 +98,16 @@ class GradientRounds:
             self.buckets, epoch=epoch, max_lag=self.rules.max_lag, carry=self.rules.carry
         )
 
-    def bind(self, lane: int, feed: Callable[[Any], None]) -> None:
-        """``feed`` takes events to this workload's ``lane``, from any thread."""
+    def bind(
+        self,
+        lane: int,
+        feed: Callable[[Any], None],
+        incomplete: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``feed`` takes events to this workload's ``lane``, from any thread; ``incomplete`` is
+        called after a round that somebody was missing in, and may soon ask about."""
         self._feed = feed
+        self._incomplete = incomplete
         self._tag = GRADIENT_TAG + lane * GRADIENT_TAGS_A_LANE
 
     def relayout(self, layout: Layout) -> None:
@@ -121,13 +131,23 @@ class GradientRounds:
             self._whole = whole
         self._feed(lockstep.Contributed(bucket))
 
-    def settle(self, replay: Callable[[int], None]) -> tuple[int | None, bool]:
+    def contribute_carried(self) -> None:
+        """Let what is carried count in the open round, as there is no gradient to add it to."""
+        carried = self.contributions.carries
+        for bucket in carried:
+            self.contributions.target(bucket, withheld=False)
+            self.contribute(bucket, whole=bucket == carried[-1])
+
+    def settle(
+        self, replay: Callable[[int], None], idle: Callable[[], None] = lambda: None
+    ) -> int | None:
         """Wait until the gradient that is under way is not any more. Returns the round in which the
-        last of it was counted, None if it was dropped as too late; and whether, instead, this rank
-        has to go on without a round because the others are away.
+        last of it was counted; None if there is none: it was dropped as too late, or the others
+        are away and this rank has to go on.
 
         ``replay(n)`` has to apply all rounds below n, which hold no more of this rank's gradient
-        than a part. The wait has no limit of its own: a hung rank is the watchdog's affair.
+        than a part; ``idle`` is called now and then. The wait has no limit of its own: a hung rank
+        is the watchdog's affair.
         """
         with self._news:
             self._declined = False
@@ -135,20 +155,20 @@ class GradientRounds:
         self._feed(rounds.Awaited())
         while True:
             with self._news:
-                self._news.wait_for(functools.partial(self._has_news, applied))
-                if self._declined and self._own is None:
-                    break
-                if not self._under_way:
+                news = functools.partial(self._has_news, applied)
+                told = self._news.wait_for(news, _IDLE_SECONDS)
+                if self._declined or not self._under_way:
+                    own = self._ours = self._own
+                    self._own = None
                     break
                 applied = self.completed
-            replay(applied)  # or this rank runs out of room, and its gradient waits for ever
-        with self._news:
-            declined = self._declined and self._own is None
-            own, self._own = self._own, None
-            self._ours = own
+            if told:
+                replay(applied)  # or this rank runs out of room, and its gradient waits for ever
+            else:
+                idle()
         if not self.carries:
             self.contributions.forget_carried()
-        return own, declined
+        return own
 
     def _has_news(self, applied: int) -> bool:
         return self._declined or not self._under_way or self.completed > applied
@@ -205,7 +225,7 @@ class GradientRounds:
     # -- for the lane ------------------------------------------------------------------------------
 
     def start(self, world: World, comm: Any, start: lockstep.Start) -> Sequence[Started]:
-        bucket = start.bucket
+        bucket, self._ranks = start.bucket, world.view.size
         mine = self.contributions.buffers[bucket]
         place = self.contributions.layout.buckets[bucket].late
         if start.real and mine[place] != start.late:
@@ -252,6 +272,8 @@ class GradientRounds:
         late = self._late.pop(deliver.round, ())
         self.results.complete(deliver.round)
         self._open = deliver.round + 1
+        if stale or min(counts) < self._ranks:
+            self._incomplete()
         with self._news:
             self._delivered[deliver.round] = Delivered(
                 deliver.round, deliver.reduced_in, max(counts), min(counts), stale, late

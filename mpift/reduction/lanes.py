@@ -22,6 +22,9 @@ class Follower(Protocol):
     """Whoever applies the rounds of one lane; called on the main thread."""
 
     workload: GradientRounds
+    # Whether the script changes results before they are applied: then a round that no script has
+    # dealt with is left out. Ranks agree on it where such rounds come about.
+    touches: bool
 
     def catch_up(self) -> None:
         """Apply what is complete."""
@@ -50,7 +53,7 @@ class GradientLanes:
         self._operate = operate
         self._on_service = on_service
         self.followers: list[Follower] = []
-        self.records = Records(service.mailbox, service.call, lambda: service.away)
+        self.records = Records(service.mailbox, service.call, lambda: service.away, service.hurry)
         on_service(lambda: service.attach(self.records))
 
     def open(self, workload: GradientRounds, follower: Follower) -> int:
@@ -60,7 +63,9 @@ class GradientLanes:
         def add() -> None:
             if self._service.lanes_left:
                 lane = self._service.add_lane(workload)
-                workload.bind(lane, lambda event: self._service.feed(lane, event))
+                workload.bind(
+                    lane, lambda event: self._service.feed(lane, event), self._service.hurry
+                )
                 self.records.open(lane, workload.is_own)
                 opened.append(lane)
 
@@ -89,15 +94,27 @@ class GradientLanes:
         """Complete all rounds that any rank has something in, and apply them; all ranks call this.
         ``followers``: those of some optimizers only."""
         chosen = self.followers if followers is None else followers
-        targets = np.zeros(len(chosen), np.int64)
+        if self._flush(chosen):
+            # What was to be added to a next gradient has nothing to wait for.
+            for follower in chosen:
+                follower.workload.contribute_carried()
+            self._flush(chosen)
+
+    def _flush(self, chosen: Sequence[Follower]) -> bool:
+        """Whether anything is carried anywhere beyond the rounds that were flushed."""
+        state = np.zeros((len(chosen), 3), np.int64)
 
         def look() -> None:
-            targets[:] = [follower.workload.target() for follower in chosen]
+            state[:, 0] = [follower.workload.target() for follower in chosen]
 
         self._on_service(look)
-        agreed = self._operate(Operation(Kind.ALLREDUCE, targets, "max"))
-        for follower, rounds in zip(chosen, agreed.tolist(), strict=True):
+        state[:, 1] = [bool(f.workload.contributions.carries) for f in chosen]
+        state[:, 2] = [follower.touches for follower in chosen]
+        agreed = self._operate(Operation(Kind.ALLREDUCE, state, "max"))
+        for follower, (rounds, _, touches) in zip(chosen, agreed.tolist(), strict=True):
+            follower.touches = bool(touches)
             follower.flush(rounds)
+        return bool(agreed[:, 1].any())
 
     def make_room(self) -> None:
         """Where the others wait because this rank is too far behind: apply what is complete."""

@@ -71,7 +71,9 @@ class Records:
         mailbox: Mailbox,
         call: Callable[[Callable[[], None]], None],
         away: Callable[[], bool],
+        hurry: Callable[[], None],
     ) -> None:
+        self._hurry = hurry
         self._away = away
         self._mailbox = mailbox
         self._call = call
@@ -183,6 +185,7 @@ class Records:
     # -- answering ---------------------------------------------------------------------------------
 
     def _give(self, message: Message) -> None:
+        self._hurry()
         lane, round_ = map(int, message.text.split())
         with self._lock:
             record = self._kept.get((lane, round_))
@@ -190,7 +193,7 @@ class Records:
             rank = self._world.view.rank_of(message.sender)
             self._answer(message, Answer.HERE, record.nbytes)
             request = self._world.control.Isend(record, dest=rank, tag=_TAG)
-            self._going.append(Started(request, (record,)))
+            self._going.append(Started(request, (record,), sends=True))
             return
         fetch = self._fetch
         own = self._sources[lane](round_) if lane in self._sources else None
@@ -213,7 +216,7 @@ class Records:
     @property
     def requests(self) -> Sequence[Any]:
         coming = [] if self._coming is None else [self._coming.request]
-        return [*coming, *(started.request for started in self._going)]
+        return [*coming, *(started.watched for started in self._going)]
 
     def complete(self, positions: Sequence[int]) -> None:
         offset = 0 if self._coming is None else 1
@@ -222,11 +225,18 @@ class Records:
                 del self._going[position - offset]
         if offset and 0 in positions:
             started, self._coming = self._coming, None
+            fetch = self._fetch
             assert started is not None
+            assert fetch is not None
+            # At once, for whoever asks next: the rank that gave it may die now.
+            with self._lock:
+                self._kept[fetch.lane, fetch.round] = started.buffers[0]
             self._end(started.buffers[0])
 
     def turn(self, now: float) -> None:
         fetch = self._fetch
+        if fetch is not None:
+            self._hurry()
         if fetch is None or self._coming is not None or fetch.asked is not None:
             return
         if now >= fetch.again_at:

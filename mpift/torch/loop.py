@@ -29,18 +29,17 @@ def rounds(loader: Iterable[Batch], optimizer: Any = None) -> Iterator[Batch]:
     reducer = _reducer_of(optimizer)
     replica: Replica = reducer.replica
     sampler = _sampler_of(loader)
-    replica.missed.clear()
+    replica.forget_missed()
     batches = iter(loader)
     while True:
-        missed, replica.missed = replica.missed, []
-        _leave_out(batches, sampler, missed, reducer.passes_per_step)
+        _leave_out(batches, sampler, replica.take_missed(), reducer.passes_per_step)
         try:
             batch = next(batches)
         except StopIteration:
             break
         yield batch
     runtime.current().gradients.settle()
-    replica.missed.clear()
+    replica.forget_missed()
 
 
 def _leave_out(

@@ -46,7 +46,7 @@ class DistributedMixin:
         own_step: Callable[..., Any] = super().step  # type: ignore[misc]
         if closure is not None:
             loss = own_step(self._reducing(closure))
-        elif self._mpift_skip and not reducer.synchronized:
+        elif self._mpift_skip and not (reducer.synchronized or reducer.declined):
             return own_step()  # of gradients that are this rank's own affair
         else:
             touched = reducer.synchronized or reducer.declined
@@ -121,7 +121,7 @@ class DistributedMixin:
                 "zero_grad() was called after backward() but before step() or synchronize():"
                 " gradients that are being reduced would be lost"
             )
-        self._mpift_reducer.synchronized = False
+        self._mpift_reducer.step_skipped()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, group: dict[str, Any]) -> None:

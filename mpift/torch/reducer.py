@@ -58,7 +58,7 @@ class Reducer:
         self._compressor = compressor
         # Whether p.grad holds the result of ``_own`` and nothing newer.
         self.synchronized = False
-        self.declined = False  # the others are away, so no round comes of this step
+        self.declined = False  # no round comes of this step: too late, or the others are away
         self.late = False  # rounds were missed before ``_own``
         self._own = -1
         self._waited = 0.0
@@ -76,6 +76,15 @@ class Reducer:
     def pending(self) -> bool:
         """Whether backward has placed gradients that no ``synchronize`` has fetched yet."""
         return bool(self._placed)
+
+    @property
+    def touches(self) -> bool:
+        """Whether the script changes results before it steps with them."""
+        return self.replica.touches
+
+    @touches.setter
+    def touches(self, touches: bool) -> None:
+        self.replica.touches = touches
 
     def strike(self) -> None:
         """A place for the fault schedule."""
@@ -117,7 +126,7 @@ class Reducer:
 
     def make_room(self) -> None:
         """The same, if the others wait because this rank is too far behind."""
-        if self.workload.completed - self.replica.applied > self.workload.rules.max_lag:
+        if self.workload.completed - self.replica.applied >= self.workload.rules.max_lag:
             with contextlib.suppress(RecordWithheldError):  # tried again soon
                 self.catch_up()
 
@@ -217,7 +226,8 @@ class Reducer:
         """Backward has finished one parameter's gradient, once more."""
         if not self._placed:
             self._refresh()
-        self.synchronized = False
+        if self.synchronized or self.declined:
+            self.step_skipped()
         index = self._index[parameter]
         self._passes[index] += 1
         if self._passes[index] == self.passes_per_step:
@@ -295,8 +305,8 @@ class Reducer:
         """Complete the round that this rank's gradient counts in: afterwards ``p.grad`` is that
         round's result, the same on every rank, and all rounds before it are applied.
 
-        A parameter that no rank used has ``grad`` None. A fault meanwhile is no error. Where the
-        others are away, ``declined`` says that no round came of it.
+        A parameter that no rank used has ``grad`` None. A fault meanwhile is no error. Where there
+        is no such round, ``declined`` says so, and all complete rounds are applied.
         """
         self.step_skipped()  # of a result that the script has not used
         if not self._placed:
@@ -315,20 +325,21 @@ class Reducer:
             self.workload.give_up()
         if self.declined:
             self._runtime.steps_called -= 1  # nobody asked for a round then
+            self.replica.step_without_round()
         self._begin_round()
 
     def _complete(self) -> None:
         """Wait for the round that counts as this rank's own, and apply all before it."""
         began, first = time.monotonic(), self.replica.applied
         with self._runtime.waiting():
-            own, self.declined = self.workload.settle(self.replica.replay)
+            own = self.workload.settle(self.replica.replay, self._runtime.gradients.make_room)
         self._waited = time.monotonic() - began
-        if self.declined:
+        if own is None:
+            self.declined = True
             self.replica.replay(self.workload.completed)
         else:
-            self._own = self.workload.completed - 1 if own is None else own
-            self.late = self._own > first or own is None
-            self.replica.replay(self._own)
+            self._own, self.late = own, own > first
+            self.replica.replay(own)
             with torch.no_grad():
                 results = self.workload.results.of(self._own)
                 for bucket, result in zip(self._layout.buckets, results, strict=True):

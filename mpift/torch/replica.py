@@ -44,6 +44,13 @@ class RoundReport:
     replayed: bool
 
 
+class _FollowsRounds:
+    """What a registered scheduler does differently."""
+
+    def step(self, *_arguments: Any, **_keywords: Any) -> None:
+        """Nothing: the rounds have stepped it."""
+
+
 class Replica:
     """See the module's docstring. ``average`` writes a bucket's result into the ``p.grad`` of its
     parameters; ``parameters`` are those of the layout."""
@@ -57,10 +64,12 @@ class Replica:
     ) -> None:
         self.applied = 0  # rounds
         self.reports: deque[RoundReport] = deque(maxlen=_ROUNDS_REPORTED)
-        self.missed: list[View] = []  # the view of each round replayed since somebody looked
+        self._missed: list[View] = []  # the view of each round replayed since somebody looked
+        self._without_round = 0  # steps since then that no round came of
         self.lane = -1
         self.parameters: Sequence[torch.Tensor] = ()
         self.scaler: Any = None  # the GradScaler that this optimizer steps through
+        self.touches = False  # the script changes gradients between synchronize() and step()
         self._optimizer = optimizer
         self._runtime = runtime
         self._workload = workload
@@ -81,9 +90,27 @@ class Replica:
                 "ReduceLROnPlateau goes by a metric, not by rounds: call its step(metric) yourself,"
                 " on all ranks with the same value"
             )
-        self._schedulers.append(type(scheduler).step.__get__(scheduler))
-        scheduler.step = lambda *_arguments, **_keywords: None
+        plain = type(scheduler)
+        if not issubclass(plain, _FollowsRounds):
+            # A class of its own, not an attribute, which would be part of its state_dict.
+            scheduler.__class__ = type(plain.__name__, (_FollowsRounds, plain), {})
+            self._schedulers.append(plain.step.__get__(scheduler))
         return scheduler
+
+    def step_without_round(self) -> None:
+        """A step was declined: it stands for a round that is yet to come, or was replayed."""
+        self._without_round += 1
+
+    def take_missed(self) -> list[View]:
+        """The views of the rounds that this rank has made no step for, since it was asked last."""
+        count = max(0, len(self._missed) - self._without_round)
+        self._without_round -= len(self._missed) - count
+        taken, self._missed = self._missed[len(self._missed) - count :], []
+        return taken
+
+    def forget_missed(self) -> None:
+        """Rounds and steps are counted from here on."""
+        self._missed, self._without_round = [], 0
 
     # -- rounds of this rank's own -----------------------------------------------------------------
 
@@ -94,6 +121,7 @@ class Replica:
         A rank that was ``late`` goes by the record of one that was not, since its script's counters
         may be behind. ``touched``: the script may have changed ``p.grad``."""
         self._settings = settings_of(self._optimizer)
+        self.touches = self.touches or touched
         if late and self._is_wanted(round_):
             data = self._runtime.gradients.records.fetch(self.lane, round_, own=True)
             if data is not None:
@@ -175,7 +203,8 @@ class Replica:
             if data is None:  # nobody is left who knows: all who lack it go on like this
                 if self._schedulers:
                     self._settings = settings_of(self._optimizer)
-                data = encode(self._record(False))
+                # Gradients that no script has unscaled or clipped must not be applied as they are.
+                data = encode(self._record(self.scaler is not None or self.touches))
             record = decode(data, self._layout)
             self._take(record)
             if not record.skipped and any(p.grad is not None for p in self.parameters):
@@ -187,7 +216,7 @@ class Replica:
             for parameter, gradient in zip(self.parameters, local, strict=True):
                 parameter.grad = gradient
         self._runtime.rounds_missed += 1
-        self.missed.append(self._runtime.view_of(self._delivered(round_).epoch))
+        self._missed.append(self._runtime.view_of(self._delivered(round_).epoch))
         self.finish(round_, replayed=True)
 
     def _take(self, record: Record) -> None:

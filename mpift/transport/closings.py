@@ -180,11 +180,12 @@ class _Lane:
         self.closing: Closing
         self.deadline: float | None = None
         self._round = -1
-        self._arrivals: list[float] = []
+        self._arrivals: dict[int, float] = {}  # in the open round, by member
+        self._in_time: frozenset[int] = frozenset()  # who had arrived in the round before
 
     def install(self, world: World) -> None:
         self.closing = Closing.of(world.view.members, self._rules.quorum)
-        self.deadline, self._arrivals, self._round = None, [], -1
+        self.deadline, self._arrivals, self._round = None, {}, -1
         self.patience.forget_time()
 
     def note(self, told: Told, at: float) -> None:
@@ -194,11 +195,13 @@ class _Lane:
         if told.round > self._round:
             if told.round != self._round + 1:
                 self.patience.forget_time()
-            self._round, self._arrivals = told.round, []
-        if told.round == self._round:
-            self._arrivals.append(at)
+            self._in_time = frozenset(self._arrivals)
+            self._round, self._arrivals = told.round, {}
+        if told.round == self._round and told.member not in self._arrivals:
+            self._arrivals[told.member] = at
             if len(self._arrivals) == self.closing.needed:
-                self.patience.quorum_arrived(min(self._arrivals), max(self._arrivals))
+                in_time = [t for m, t in self._arrivals.items() if m in self._in_time]
+                self.patience.quorum_arrived(max(self._arrivals.values()), in_time)
 
     def set_deadline(self) -> None:
         """Begin to wait, or not any more, after something has changed."""
@@ -207,7 +210,7 @@ class _Lane:
             self.deadline = None
         elif self.deadline is None:
             size, hopeful = len(self.closing.members), bool(missing & self.closing.before)
-            self.deadline = max(self._arrivals) + self.patience.seconds(size, hopeful)
+            self.deadline = max(self._arrivals.values()) + self.patience.seconds(size, hopeful)
 
     def patience_over(self, now: float) -> bool:
         """Whether the open round has waited long enough."""

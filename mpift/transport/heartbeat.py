@@ -139,7 +139,7 @@ class Heartbeat:
         arrived = bytes(self._inbox.buffers[0]) if 0 in positions else None
         if arrived is not None:
             self._receive()
-        self.requests[1:] = [started.request for _, started in self._outbox]
+        self.requests[1:] = [started.watched for _, started in self._outbox]
         if arrived is not None:
             self._take(arrived)
 
@@ -172,8 +172,9 @@ class Heartbeat:
             buffer[self._random.randrange(PACKET_BYTES)] ^= 1 << self._random.randrange(8)
         world = self._world
         request = world.heartbeat.Isend(buffer, world.view.rank_of(member), HEARTBEAT_TAG)
-        self._outbox.append((member, Started(request, (buffer,))))
-        self.requests.append(request)
+        started = Started(request, (buffer,), sends=True)
+        self._outbox.append((member, started))
+        self.requests.append(started.watched)
         self.counts.sent += 1
 
     # -- in ----------------------------------------------------------------------------------------

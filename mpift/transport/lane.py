@@ -18,7 +18,7 @@ import numpy as np
 from mpift.core import lockstep, rounds
 from mpift.core.closing import Quorum
 from mpift.core.lockstep import Lockstep
-from mpift.transport.world import LaneReport, Report, World
+from mpift.transport.world import LaneReport, Report, SendRequest, World
 
 
 class Rules(Protocol):
@@ -35,10 +35,17 @@ class Rules(Protocol):
 
 @dataclass(slots=True)
 class Started:
-    """A collective under way: its request and every buffer that MPI may read or write."""
+    """A collective or message under way: its request and every buffer that MPI may read or write.
+    ``sends``: it is a message to another rank."""
 
     request: Any
     buffers: tuple[Any, ...]
+    sends: bool = False
+
+    @property
+    def watched(self) -> Any:
+        """The request as ``World.test_some`` takes it."""
+        return SendRequest(self.request) if self.sends else self.request
 
 
 class Workload(Protocol):
@@ -169,7 +176,7 @@ class Lane:
         self._on_start(start.round, start.bucket)
 
     def _track(self, started: Sequence[Started], key: tuple[int, int] | _HandOver) -> None:
-        self.requests += [each.request for each in started]
+        self.requests += [each.watched for each in started]
         self._keys += [key] * len(started)
         self._started += started
 

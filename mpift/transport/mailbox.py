@@ -58,8 +58,9 @@ class Mailbox:
         for member in others:
             rank = world.view.rank_of(member)
             request = world.control.Isend(data, dest=rank, tag=messages.MESSAGE_TAG)
-            self._outbox.append((Started(request, (data,)), kind, member, counter))
-            self.requests.append(request)
+            started = Started(request, (data,), sends=True)
+            self._outbox.append((started, kind, member, counter))
+            self.requests.append(started.watched)
 
     def complete(self, positions: Sequence[int]) -> None:
         """The requests at these positions of ``requests`` have completed."""
@@ -72,7 +73,7 @@ class Mailbox:
         arrived = bytes(self._inbox.buffers[0]) if 0 in positions else None
         if arrived is not None:
             self._receive()
-        self.requests[1:] = [started.request for started, *_ in self._outbox]
+        self.requests[1:] = [started.watched for started, *_ in self._outbox]
         if arrived is not None:
             message = messages.decode(arrived)
             if message is not None:

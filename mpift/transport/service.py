@@ -40,8 +40,9 @@ _BUSY_SLEEP_SECONDS = 50e-6
 # A collective that waits for a late rank: no need to look twenty thousand times a second.
 _LONG_WAIT_SECONDS = 0.05
 _LONG_SLEEP_SECONDS = 500e-6
-# A round waits for this rank's word.
+# Somebody waits for this rank's word, or may soon.
 _SOON_SECONDS = 500e-6
+_HURRY_SECONDS = 0.02
 # Rebuilds in a row that lost nobody and saw no round complete, before MPI is declared broken.
 _FRUITLESS_REBUILDS = 5
 REBUILDING = "rebuilding"
@@ -88,7 +89,7 @@ class Service:
         self._rebuild_wanted = False  # without a fault, for more communicators
         self._fruitless = 0
         self._progress = 0
-        self._joined = self._released = self.away = False
+        self.joined = self._released = self.away = False
         self._leave_barrier: Any = None
         self._all_through = False  # the barrier is complete: nobody needs this rank any more
         self._leave_deadline: float | None = None
@@ -104,7 +105,7 @@ class Service:
         self._parts: list[Part] = [Alarm(), self.mailbox, self.farewells, self.closings]
         self._slot: Slot | None = None
         self.fencing: Fencing
-        self._polls = 0
+        self._polls, self._hurry_until = 0, 0.0
         self._busy_since: float | None = None
         self.thread = threading.Thread(target=self._run, name="mpift-service", daemon=True)
 
@@ -141,7 +142,7 @@ class Service:
         """This rank has left its loops: zeros from now on, and the end once all have joined."""
 
         def join() -> None:
-            self._joined = True
+            self.joined = True
             for lane in range(len(self.lanes)):
                 # A call each: a fault in one lane's start must not keep the others from joining.
                 self.feed(lane, lockstep.Joined())
@@ -162,6 +163,10 @@ class Service:
         """On the service thread: give the node's watchdog a sign of life in every turn."""
         self._slot = slot
         slot.run()
+
+    def hurry(self) -> None:
+        """On the service thread: another rank may wait for this one's answers for a while."""
+        self._hurry_until = time.monotonic() + _HURRY_SECONDS
 
     def leave_behind(self, gone: BaseException) -> None:
         """On the service thread: members are gone for certain, whatever MPI says: rebuild."""
@@ -199,11 +204,6 @@ class Service:
     def progress(self) -> int:
         """Rounds that this rank has completed in all lanes."""
         return sum(lane.rounds.completed for lane in self.lanes)
-
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has left its loops."""
-        return self._joined
 
     @property
     def lanes_left(self) -> int:
@@ -304,7 +304,7 @@ class Service:
     def _pause(self) -> None:
         busy = any(lane.requests for lane in self.lanes) or self._leave_barrier is not None
         if not busy:
-            urgent = self.closings.urgent
+            urgent = self.closings.urgent or time.monotonic() < self._hurry_until
             self._wake.wait(_SOON_SECONDS if urgent else self._config.idle_poll_seconds)
             return
         self._polls += 1
@@ -373,7 +373,7 @@ class Service:
     @property
     def finished(self) -> bool:
         """Whether all have left their loops, and nothing more comes of any lane."""
-        return self._joined and all(lane.rounds.finished for lane in self.lanes)
+        return self.joined and all(lane.rounds.finished for lane in self.lanes)
 
     def _may_leave(self) -> bool:
         """Finished ranks meet in a barrier, so that nobody leaves while others need its results."""

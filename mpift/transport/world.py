@@ -58,6 +58,15 @@ class Rebuilt:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SendRequest:
+    """The request of a message to another rank. Where that fails, Open MPI may not be through with
+    the request: it aborts this rank ("Send error after request freed") if it was freed meanwhile.
+    So a failed one is never freed; the death that it tells of is noticed elsewhere."""
+
+    request: Any
+
+
 class Witness(Protocol):
     """Who can say that processes are gone, and see to it."""
 
@@ -168,7 +177,16 @@ class MpiWorld:
         return comm
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
-        return self._mpi.Request.Testsome(requests) or []
+        rest = [i for i, request in enumerate(requests) if not isinstance(request, SendRequest)]
+        found = self._mpi.Request.Testsome([requests[i] for i in rest]) or []
+        done = [rest[i] for i in found]
+        for i, send in enumerate(requests):
+            if isinstance(send, SendRequest):
+                status = self._mpi.Status()
+                if send.request.Get_status(status) and not status.Get_error():
+                    send.request.Test()
+                    done.append(i)
+        return done
 
     def receive(self, comm: Any, buffer: bytearray, tag: int) -> Any:
         return comm.Irecv(buffer, self._mpi.ANY_SOURCE, tag)

@@ -142,7 +142,7 @@ class MajorityModel:
             gone = _with(world, number, replace(rank, left=True))
             yield f"rank {number} leaves", self._feed(gone, number, lockstep.Joined())
         behind = machine.applied < machine.completed
-        full = machine.completed - machine.applied > machine.max_lag
+        full = machine.completed - machine.applied >= machine.max_lag
         waits = rank.waits and not machine.settled and rank.own < 0
         if behind and (rank.left or waits or (rank.in_operation and full)):
             yield f"rank {number} catches up", self._applied(world, number)

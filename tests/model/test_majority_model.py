@@ -112,6 +112,9 @@ class _NudgesAreObeyedWithoutRoom(Rounds):
     def _has_room(self) -> bool:
         return True
 
+    def _closed(self) -> bool:
+        return super()._closed() or self.nudged >= self.completed
+
 
 class _NobodyIsDeclined(Closing):
     """Broken: a round is waited for although most are away."""

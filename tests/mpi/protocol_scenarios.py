@@ -102,6 +102,8 @@ class Trainer:
     """Trains on integers: the gradient of a member in a step is known, so every sum can be
     accounted for. Drives the same lanes and buckets as the optimizer does."""
 
+    touches = False
+
     def __init__(self, elements: int = 50_000, parameters: int = 6) -> None:
         runtime.start()
         self.runtime = runtime.current()
@@ -120,8 +122,8 @@ class Trainer:
             array[:] = gradient(self.runtime.member, self.round)
             array[bucket.participation] = 1
             self.workload.contribute(number, whole=number + 1 == len(self.layout.buckets))
-        own, declined = self.workload.settle(self.replay)
-        if declined:
+        own = self.workload.settle(self.replay)
+        if own is None:
             return []
         assert own == self.round
         found: list[float] = []

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from mpift.bench.straggler import Plan, measure
+
 
 @pytest.mark.long
 def test_a_small_benchmark_gives_figures_for_all_contenders() -> None:
@@ -28,3 +30,26 @@ def test_a_small_benchmark_gives_figures_for_all_contenders() -> None:
     assert figures["ratio_to_ddp"] > 0
     assert (figures["ranks"], figures["rounds"]) == (2, 2)
     assert "torch DDP over gloo" in done.stderr
+
+
+def test_late_ranks_are_measured_and_all_end_with_the_same_bits() -> None:
+    plan = Plan(
+        ranks=3,
+        delays=(1.5,),
+        step_seconds=0.05,
+        alternations=2,
+        even_rounds=4,
+        synchronous_rounds=4,
+        majority_rounds=20,
+        persistent_rounds=20,
+        slowdown=6.0,
+    )
+    report = measure(plan)
+    assert report.identical
+    assert report.even.runs == report.even_ratios.runs == 2
+    assert report.bytes == 4 << 20
+    row = report.headline
+    # Somebody was left out, and never more than a minority.
+    assert 0.66 < row.participation < 1
+    assert min(row.majority, row.synchronous, report.persistent) > 0
+    assert report.named == report.slow_member == 2

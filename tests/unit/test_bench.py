@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpift.bench import step
+from mpift.bench import step, straggler
 from mpift.bench.models import MODELS
 from mpift.bench.spread import Spread, ratios, spread_of
 from mpift.cli import main
@@ -148,3 +148,147 @@ def test_ranks_that_fail_are_told_and_give_exit_code_1(
         main(["bench", "step"])
     assert left.value.code == 1
     assert "1 of 2 ranks failed" in capsys.readouterr().err
+
+
+# -- late ranks ------------------------------------------------------------------------------------
+
+
+def four_ranks(**changed: object) -> straggler.StragglerReport:
+    """Two delays and three turns without one; the last rank may differ in what is given."""
+    plan = straggler.make_plan(4, [3.0])
+    found: dict[str, object] = {
+        "even": [4.0, 5.0, 4.0],
+        "even_all": [4.0, 4.0, 5.0],
+        "synchronous": [1.5, 1.0],
+        "majority": [3.0, 2.0],
+        "participation": [0.75, 0.8],
+        "persistent": 3.6,
+        "late_rounds": {"1": 2, "3": 20},
+        "bytes": 1 << 22,
+        "digests": ["a", "b"],
+    }
+    return straggler.report(plan, [found, found, found, {**found, **changed}])
+
+
+def test_the_figures_at_one_and_a_half_steps_stand_for_all() -> None:
+    figures = json.loads(json.dumps(four_ranks().as_json()))
+    assert (figures["ranks"], figures["bytes"], figures["delay_steps"]) == (4, 1 << 22, 1.5)
+    assert figures["even_steps_per_s"] == 4.0
+    assert figures["synchronous_steps_per_s"] == 1.5
+    assert figures["majority_steps_per_s"] == 3.0
+    assert (figures["speedup"], figures["fraction_of_even"]) == (2.0, 0.75)
+    assert figures["identical"] is True
+    # 4/4, 5/4 and 4/5: neighbours in time are compared.
+    assert figures["even_ratio_to_all"] == 1.0
+    assert figures["spread"]["even_ratio_to_all"]["upper"] == 1.125
+
+
+def test_the_curve_has_a_row_a_delay_with_its_bound() -> None:
+    rows = four_ranks().as_json()["curve"]
+    assert [row["delay_steps"] for row in rows] == [1.5, 3.0]
+    assert [row["speedup"] for row in rows] == [2.0, 2.0]
+    assert [row["fraction_of_even"] for row in rows] == [0.75, 0.5]
+    for row in rows:
+        assert row["bound_speedup"] == row["bound_fraction"] * (1 + row["delay_steps"])
+
+
+def test_the_usual_late_ranks_are_those_of_a_long_run() -> None:
+    row = four_ranks().headline
+    assert row.bound_speedup == pytest.approx(2.14, rel=0.02)
+    assert row.bound_fraction == pytest.approx(0.86, rel=0.02)
+
+
+def test_the_rank_that_is_always_slow_is_named_with_what_the_others_keep() -> None:
+    report = four_ranks()
+    assert (report.named, report.slow_member) == (3, 3)
+    assert report.others_fraction == 0.9
+    assert report.as_json()["persistent"]["late_rounds"] == {1: 2, 3: 20}
+
+
+def test_one_rank_with_another_digest_makes_the_ranks_not_identical() -> None:
+    assert not four_ranks(digests=["a", "c"]).identical
+
+
+def test_the_pace_is_counted_in_rounds_after_the_warm_up() -> None:
+    # This rank replayed two rounds with its fourth step.
+    marks = [(1, 10.0), (2, 20.0), (3, 21.0), (6, 22.0), (7, 23.0)]
+    assert straggler.rounds_per_second(marks, warm_up=2) == pytest.approx(5 / 3)
+    with pytest.raises(MpiftError, match="run more rounds"):
+        straggler.rounds_per_second(marks, warm_up=7)
+
+
+def test_the_delay_that_stands_for_all_is_always_run() -> None:
+    assert straggler.make_plan(4).delays == straggler.DELAYS
+    assert straggler.make_plan(4, [5.0, 2.0, 5.0]).delays == (1.5, 2.0, 5.0)
+    assert straggler.make_plan(4, quick=True).delays == (1.5,)
+    assert straggler.make_plan(4, quick=True).seconds < straggler.make_plan(4, [1.5]).seconds
+
+
+@pytest.mark.parametrize("delay", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_delay_that_is_none_is_refused(delay: float) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        straggler.make_plan(4, [delay])
+
+
+def test_one_rank_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 2"):
+        straggler.make_plan(1)
+
+
+def call_straggler(
+    monkeypatch: pytest.MonkeyPatch, report: straggler.StragglerReport, *words: str
+) -> tuple[int, list[straggler.Plan]]:
+    """The exit code of ``mpift bench straggler``, and what it would have run."""
+    asked: list[straggler.Plan] = []
+
+    def measure(plan: straggler.Plan) -> straggler.StragglerReport:
+        asked.append(plan)
+        return report
+
+    monkeypatch.setattr(straggler, "measure", measure)
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "straggler", *words])
+    assert isinstance(left.value.code, int)
+    return left.value.code, asked
+
+
+def test_the_straggler_command_shows_the_curve_and_writes_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "straggler.json"
+    words = ("-np", "3", "--delays", "1.5,4", "--json", str(file))
+    code, asked = call_straggler(monkeypatch, four_ranks(), *words)
+    assert (code, asked) == (0, [straggler.make_plan(3, [1.5, 4.0])])
+    assert json.loads(file.read_text())["speedup"] == 2.0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "late most often: rank 3, 20 rounds" in shown
+    assert "speed-up" in shown
+    assert "2.00 (2.1" in shown
+
+
+def test_ranks_that_end_apart_fail_the_straggler_command_but_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apart = four_ranks(digests=["a", "c"])
+    assert call_straggler(monkeypatch, apart, "--json", "-")[0] == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["identical"] is False
+    assert "different parameters" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--delays", "1,x"), "numbers of step times"),
+        (("--delays", "-1"), "above 0"),
+        (("--json", "nowhere/at/all.json"), "no folder"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_run(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    complaint: str,
+) -> None:
+    assert call_straggler(monkeypatch, four_ranks(), *words) == (2, [])
+    assert complaint in " ".join(capsys.readouterr().err.split())

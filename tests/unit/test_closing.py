@@ -140,7 +140,7 @@ def learned(spread: float, rounds: int = 20, size: int = 4) -> Patience:
     """Rounds of one second each, whose quorums take ``spread`` seconds to arrive."""
     patience = Patience("adaptive", 10.0)
     for round_ in range(rounds):
-        patience.quorum_arrived(round_ - spread, float(round_))
+        patience.quorum_arrived(float(round_), [round_ - spread, float(round_)])
     return patience
 
 
@@ -154,7 +154,11 @@ def test_an_adaptive_patience_knows_nothing_at_first() -> None:
 
 def test_it_waits_for_half_of_what_a_lost_gradient_costs() -> None:
     assert learned(0.0).seconds(4, hopeful=True) == pytest.approx(1 / 8)
-    assert learned(0.0).seconds(100, hopeful=True) == pytest.approx(1 / 200)
+    assert learned(0.0).seconds(25, hopeful=True) == pytest.approx(1 / 50)
+
+
+def test_it_waits_for_what_the_operating_system_may_need() -> None:
+    assert learned(0.0).seconds(1000, hopeful=True) == 0.01
 
 
 def test_where_arrivals_spread_more_it_goes_by_their_spread_up_to_its_limit() -> None:
@@ -169,5 +173,12 @@ def test_nobody_waits_for_who_was_missing_before_already() -> None:
 def test_the_time_of_a_rebuild_is_not_taken_for_a_slow_round() -> None:
     patience = learned(0.0)
     patience.forget_time()
-    patience.quorum_arrived(1000.0, 1000.0)
+    patience.quorum_arrived(1000.0, [1000.0, 1000.0])
+    assert patience.seconds(4, hopeful=True) == pytest.approx(1 / 8)
+
+
+def test_ranks_that_come_early_because_they_were_late_do_not_make_it_patient() -> None:
+    patience = Patience("adaptive", 10.0)
+    for round_ in range(20):
+        patience.quorum_arrived(float(round_), [float(round_)])
     assert patience.seconds(4, hopeful=True) == pytest.approx(1 / 8)

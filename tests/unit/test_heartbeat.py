@@ -148,7 +148,7 @@ class Net:
                 part.complete([0])
         self.mail = [mail for mail in self.mail if not mail.delivered]
         for part in self.parts:
-            sent = [i for i, r in enumerate(part.requests) if i and r.delivered]
+            sent = [i for i, r in enumerate(part.requests) if i and r.request.delivered]
             if sent:
                 part.complete(sent)
 
@@ -193,7 +193,7 @@ def test_to_a_rank_that_takes_nothing_only_one_packet_is_under_way(clock: Clock)
     net.deaf.add(2)
     net.pass_time(20)
     for part in net.parts[:2]:
-        assert len([1 for request in part.requests[1:] if request.to == 2]) == 1
+        assert len([1 for request in part.requests[1:] if request.request.to == 2]) == 1
         assert part.counts.skipped > 10
 
 

@@ -63,7 +63,7 @@ class Post:
         self.world.member, self.world.view = 1, View(0, (0, 1, 2, 3))
         self.world.control = self
         self.away = False
-        self.records = Records(self, lambda function: function(), lambda: self.away)  # type: ignore[arg-type]
+        self.records = Records(self, lambda function: function(), lambda: self.away, lambda: None)  # type: ignore[arg-type]
         self.records.install(self.world)
         self.transfers: list[np.ndarray] = []
 

@@ -1,0 +1,357 @@
+"""What ranks do in the tests of majority rounds in which nobody dies.
+
+A rank is late by an event, not by a time: its own service thread takes part in the rounds that its
+script is late for, so it waits until so many of them are complete. Where every gradient has an
+element of its own that it adds 1 to, the parameters say which gradients counted, and how often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import mpift.torch as hvd
+
+LIMIT_SECONDS = 30.0
+STRAGGLER = 2
+
+
+def fall_behind(optimizer: Any, rounds: int) -> None:
+    """Return when ``rounds`` more rounds are complete than this rank has applied."""
+    target = optimizer.rounds_applied + rounds
+    if not optimizer._mpift_reducer.workload.wait(target, LIMIT_SECONDS):
+        raise TimeoutError(f"round {target - 1} was not completed without this rank")
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def distributed(model: nn.Module, lr: float = 0.1, **options: Any) -> Any:
+    plain = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+
+
+def one_step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(torch.full((3, 4), float(number + hvd.rank() + 1))).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def digest_of(model: nn.Module, optimizer: Any) -> str:
+    return hvd.digest([model.state_dict(), optimizer.state_dict(), optimizer.rounds_applied])
+
+
+def reports_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Each round as this rank saw it."""
+    return [
+        {
+            "participants": report.participants,
+            "size": report.size,
+            "late": list(report.late),
+            "replayed": report.replayed,
+        }
+        for report in optimizer.rounds
+    ]
+
+
+class Counted:
+    """A parameter with an element a rank and batch, to which that rank's gradient adds 1."""
+
+    def __init__(self, batches: int, **options: Any) -> None:
+        self.counts = nn.Parameter(torch.zeros(hvd.size(), batches))
+        plain = torch.optim.SGD([self.counts], lr=1.0)
+        self.optimizer = hvd.DistributedOptimizer(plain, op=hvd.Sum, patience=0.0, **options)
+        self.computed: list[int] = []
+
+    def backward(self, batch: int) -> None:
+        (-self.counts[hvd.rank(), batch]).backward()
+        self.computed.append(batch)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.counts.grad is not None:  # it is the script's own now
+            self.counts.grad.fill_(float("nan"))
+
+    def expected(self) -> torch.Tensor:
+        """1 for each batch that its rank has computed."""
+        counts = torch.zeros_like(self.counts)
+        for rank, batches in enumerate(hvd.allgather_object(self.computed)):
+            counts[rank, batches] = 1.0
+        return counts
+
+
+def carried() -> list[dict[str, Any]]:
+    """Loops of ``hvd.rounds`` in which ranks are late at random, and by all they may at the end."""
+    hvd.init()
+    found = []
+    for max_lag, passes, operation in ((2, 1, False), (4, 2, False), (3, 1, True)):
+        rng = random.Random(10 * max_lag + hvd.rank())
+        epochs, batches = 2, 12 * passes
+        run = Counted(epochs * batches, max_lag=max_lag, backward_passes_per_step=passes)
+        for epoch in range(epochs):
+            run.optimizer.zero_grad()
+            first, last = epoch * batches, (epoch + 1) * batches
+            for batch in hvd.rounds(range(first, last), run.optimizer):
+                time.sleep(rng.choice([0.0, 0.0, 0.0, 0.004, 0.012]))
+                run.backward(batch)
+                if batch % passes < passes - 1:
+                    continue
+                if hvd.rank() == STRAGGLER and batch == last - 1 - passes:
+                    # With an operation a step, the others come no further than that.
+                    fall_behind(run.optimizer, 1 if operation else 2)
+                    time.sleep(0.1)  # they wait at the end of the loop meanwhile
+                run.step()
+                run.optimizer.zero_grad()
+                if operation:
+                    hvd.allreduce(torch.zeros(1))
+            conserved = torch.equal(run.counts, run.expected())
+            gradients = sum(map(len, hvd.allgather_object(run.computed))) // passes
+            took_part = sum(report.participants for report in run.optimizer.rounds)
+            # A gradient that waited and went together with the next is one participation.
+            matches = took_part <= gradients if operation else took_part == gradients
+            found.append({"conserved": conserved, "participations": matches})
+    hvd.shutdown()
+    return found
+
+
+def dropped() -> dict[str, Any]:
+    """Late gradients don't count, and others count once."""
+    hvd.init()
+    batches = 60
+    run = Counted(batches, late="drop", max_lag=2)
+    for batch in hvd.rounds(range(batches)):
+        run.optimizer.zero_grad()
+        if hvd.rank() == STRAGGLER and batch < 45 and batch % 3 == 0:
+            fall_behind(run.optimizer, 1 + batch % 2)
+        run.backward(batch)
+        run.step()
+    counts = run.counts.detach()
+    took_part = sum(report.participants for report in run.optimizer.rounds)
+    alike = len(set(hvd.allgather_object(hvd.digest(counts)))) == 1
+    unlucky = bool((counts[STRAGGLER] < run.expected()[STRAGGLER]).any())
+    hvd.shutdown()
+    return {
+        "alike": alike,
+        "once": bool(((counts == 0) | (counts == 1)).all()),
+        "participations": took_part == int(counts.sum()),
+        "some_dropped": unlucky,
+    }
+
+
+def five_behind(plain_loop: bool) -> dict[str, Any]:
+    """The straggler is five rounds behind when the others have finished."""
+    hvd.init()
+    model, steps = linear(), 5
+    optimizer = distributed(model, patience=0.0, max_lag=5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+    optimizer.register_scheduler(scheduler)
+    for number in range(steps) if plain_loop else hvd.rounds(range(steps)):
+        if hvd.rank() == STRAGGLER and number == 0:
+            fall_behind(optimizer, steps)
+        one_step(model, optimizer, number)
+        scheduler.step()  # does nothing: the rounds do it
+    at_the_end = "" if plain_loop else digest_of(model, optimizer)
+    hvd.shutdown()
+    return {
+        "digest": digest_of(model, optimizer),
+        "at_the_end": at_the_end,
+        "lr": [optimizer.param_groups[0]["lr"], scheduler.get_last_lr(), scheduler.last_epoch],
+        "applied": optimizer.rounds_applied,
+        "reports": reports_of(optimizer),
+    }
+
+
+def five_behind_in_rounds() -> dict[str, Any]:
+    return five_behind(plain_loop=False)
+
+
+def five_behind_in_a_plain_loop() -> dict[str, Any]:
+    return five_behind(plain_loop=True)
+
+
+def everybody_needed() -> dict[str, Any]:
+    """quorum="all", and the straggler is late by far more than patience."""
+    hvd.init()
+    model = linear()
+    optimizer = distributed(model, quorum="all", patience=0.0)
+    for number in range(3):
+        if hvd.rank() == STRAGGLER:
+            time.sleep(0.2)
+        one_step(model, optimizer, number)
+    hvd.shutdown()
+    return {"digest": digest_of(model, optimizer), "reports": reports_of(optimizer)}
+
+
+def evaluation() -> dict[str, Any]:
+    """Rank 0 does something else between two epochs, for longer than the others' patience."""
+    hvd.init()
+    model = linear()
+    optimizer = distributed(model, patience=0.0)
+    applied = 0
+    for epoch in range(2):
+        for number in hvd.rounds(range(8)):
+            one_step(model, optimizer, 8 * epoch + number)
+        if epoch == 0:
+            applied = optimizer.rounds_applied
+            if hvd.rank() == 0:
+                fall_behind(optimizer, 3)
+    at_the_end = digest_of(model, optimizer)
+    hvd.shutdown()
+    return {"at_the_end": at_the_end, "reports": reports_of(optimizer)[applied:]}
+
+
+def operation_a_step(plain_loop: bool) -> dict[str, Any]:
+    """The loss is averaged after each step; the straggler is late once."""
+    hvd.init()
+    model, steps = linear(), 12
+    optimizer = distributed(model, lr=0.001, patience=1.5)
+    losses = []
+    for number in range(steps) if plain_loop else hvd.rounds(range(steps)):
+        if hvd.rank() == STRAGGLER and number == 4:
+            fall_behind(optimizer, 1)
+        losses.append(hvd.allreduce(one_step(model, optimizer, number)).item())
+    hvd.shutdown()
+    return {
+        "digest": digest_of(model, optimizer),
+        "losses": losses,
+        "reports": reports_of(optimizer),
+    }
+
+
+def operation_a_step_in_rounds() -> dict[str, Any]:
+    return operation_a_step(plain_loop=False)
+
+
+def operation_a_step_in_a_plain_loop() -> dict[str, Any]:
+    return operation_a_step(plain_loop=True)
+
+
+def uneven_loops() -> list[str]:
+    """Ranks have 3, 2 and 1 batches, and then leave."""
+    digests = []
+    for quorum, clip in (("majority", ""), (2, "skip"), (0.5, "step"), ("all", "skip")):
+        hvd.init()
+        model = linear()
+        optimizer = distributed(model, quorum=quorum)
+        for number in range(3 - hvd.rank()):
+            clipped_step(model, optimizer, number, clip)
+        hvd.shutdown()
+        digests.append(digest_of(model, optimizer))
+    return digests
+
+
+def clipped_step(model: nn.Module, optimizer: Any, number: int, clip: str) -> None:
+    if not clip:
+        one_step(model, optimizer, number)
+        return
+    optimizer.zero_grad()
+    model(torch.full((3, 4), float(number + hvd.rank() + 1))).sum().backward()
+    optimizer.synchronize()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize() if clip == "skip" else contextlib.nullcontext():
+        optimizer.step()
+
+
+def skipped_steps() -> dict[str, Any]:
+    """A script that leaves out steps whose gradients aren't finite, as many do."""
+    hvd.init()
+    found = {}
+    for clear in ("zero_grad", "by_hand"):
+        model = linear()
+        optimizer = distributed(model)
+        changed = []
+        for number in range(5):
+            before = hvd.digest(model.state_dict())
+            model.zero_grad() if clear == "by_hand" else optimizer.zero_grad()
+            factor = 1.0 if number == 3 else float("nan")
+            (factor * model(torch.ones(3, 4))).sum().backward()
+            optimizer.synchronize()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if torch.isfinite(norm):
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            changed.append(hvd.digest(model.state_dict()) != before)
+        found[clear] = [changed, optimizer.rounds_applied, digest_of(model, optimizer)]
+    hvd.shutdown()
+    return found
+
+
+def unequal_optimizers() -> list[str]:
+    """One optimizer makes four steps where the other makes one; the straggler is late between."""
+    hvd.init()
+    often, seldom = linear(), linear()
+    options = {"patience": 0.0, "max_lag": 1, "lr": 0.001}
+    first, second = distributed(often, **options), distributed(seldom, **options)
+    for turn in range(4):
+        for number in range(4):
+            one_step(often, first, 4 * turn + number)
+        if hvd.rank() == STRAGGLER and turn == 1:
+            fall_behind(first, 1)  # as far as it may: the others wait for it in the first
+        one_step(seldom, second, turn)
+    hvd.shutdown()
+    return [digest_of(often, first), digest_of(seldom, second)]
+
+
+def scaled_alone() -> dict[str, Any]:
+    """A round with a scaled gradient that nobody's script unscales, since all have left by then."""
+    hvd.init()
+    model = linear()
+    before = model.weight.detach().clone()
+    optimizer = distributed(model, lr=0.01, patience=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    for number in range(5 if hvd.rank() == STRAGGLER else 4):
+        if number == 4:
+            time.sleep(0.1)  # the others have left
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((3, 4), 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    hvd.shutdown()
+    return {
+        "digest": digest_of(model, optimizer),
+        "moved": float((model.weight.detach() - before).abs().max()),
+    }
+
+
+def straggler() -> dict[str, Any]:
+    """The straggler is late for some rounds; what the rounds say of it."""
+    hvd.init()
+    model = linear()
+    optimizer = distributed(model, patience=0.0)
+    late_for = []
+    for number in hvd.rounds(range(12)):
+        if hvd.rank() == STRAGGLER and number < 10 and len(late_for) < 3:
+            late_for.append(optimizer.rounds_applied)
+            fall_behind(optimizer, 1)
+        one_step(model, optimizer, number)
+    late_for = hvd.broadcast_object(late_for, STRAGGLER)
+    hvd.shutdown()
+    return {"late_for": late_for, "reports": reports_of(optimizer)}
+
+
+def scheduler_kept() -> dict[str, Any]:
+    """A registered scheduler can be saved and loaded like any other."""
+    hvd.init()
+    model = linear()
+    optimizer = distributed(model)
+    scheduler = optimizer.register_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    for number in range(3):
+        one_step(model, optimizer, number)
+    saved = io.BytesIO()
+    torch.save(scheduler.state_dict(), saved)
+    saved.seek(0)
+    scheduler.load_state_dict(torch.load(saved, weights_only=False))
+    scheduler.step()
+    one_step(model, optimizer, 3)
+    hvd.shutdown()
+    return {"epochs": scheduler.last_epoch, "lr": optimizer.param_groups[0]["lr"]}
