@@ -22,10 +22,11 @@ from mpift.errors import (
 )
 
 if TYPE_CHECKING:
-    from mpift.communicator import Communicator
+    from mpift.communicator import Communicator, Compressor
 
 __all__ = [
     "Communicator",
+    "Compressor",
     "Config",
     "ConfigError",
     "ExitCode",
@@ -95,9 +96,13 @@ def report(**values: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: Communicator needs numpy, which the command line's --help does not.
+    # Lazy: they need numpy, which the command line's --help does not.
     if name == "Communicator":
         from mpift.communicator import Communicator
 
         return Communicator
+    if name == "Compressor":
+        from mpift.communicator import Compressor
+
+        return Compressor
     raise AttributeError(f"module 'mpift' has no attribute {name!r}")

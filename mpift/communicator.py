@@ -19,6 +19,8 @@ from mpift.errors import MismatchError
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.operations import OPERATORS, Kind, Operation
 
+__all__ = ["Communicator", "Compressor"]
+
 
 class Communicator:
     """All processes of the launch, or those of ``comm`` (an mpi4py communicator).

@@ -2,7 +2,8 @@
 
 A step is a wait as long as computation would take, as on an accelerator that leaves the processor
 free, and then a real gradient of 4 MB, reduced and applied. So many ranks on few cores don't slow
-each other down, and who is late is decided here alone. All trainings of a run live in one launch.
+each other down, and who is late is decided here alone. All trainings of a run live in one launch, and
+each starts mpift anew: with several optimizers at once no rank would be left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ _MOMENTUM = 0.9
 # The adaptive patience waits for everybody while it knows nothing, 5 rounds; its median is of other
 # rounds than those after as many more.
 _WARM_UP_ROUNDS = 12
-_WARM_UP_ROUNDS_AGAIN = 3
 
 # How many step times more this rank needs in a round.
 Lateness = Callable[[int], float]
@@ -42,6 +42,10 @@ class Run:
     late_rounds: Mapping[int, int]
 
 
+# Quorum and patience.
+_WAYS = {"all": ("all", None), "majority": ("majority", "adaptive")}
+
+
 class Training:
     """One optimizer, and the rounds that it goes through."""
 
@@ -55,13 +59,11 @@ class Training:
         self._optimizer = hvd.DistributedOptimizer(
             sgd, [("parameter", self._parameter)], quorum=quorum, patience=patience
         )
-        self._fresh = True
 
     def run(self, rounds: int, lateness: Lateness) -> Run:
         """Train for that many rounds after some to warm up; all ranks have the same bits then."""
         optimizer = self._optimizer
-        warm_up = _WARM_UP_ROUNDS if self._fresh else _WARM_UP_ROUNDS_AGAIN
-        self._fresh = False
+        warm_up = _WARM_UP_ROUNDS
         first = optimizer.rounds_applied
         marks = []
         hvd.barrier()
@@ -89,32 +91,38 @@ def straggle(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     plan = Plan(**given)
     torch.set_num_threads(1)
-    hvd.init()
-    synchronous = Training(plan.step_seconds, "all")
-    even = Training(plan.step_seconds, "majority", "adaptive")
-    trainings = [synchronous, even]
-    found: dict[str, Any] = {"even": [], "even_all": []}
+    digests: list[str] = []
+
+    def train(name: str, rounds: int, lateness: Lateness) -> Run:
+        hvd.init()
+        training = Training(plan.step_seconds, *_WAYS[name])
+        run = training.run(rounds, lateness)
+        digests.append(training.digest())
+        hvd.shutdown()
+        return run
+
+    found: dict[str, Any] = {"majority": [], "all": []}
     for turn in range(plan.alternations):
-        both = [("even", even), ("even_all", synchronous)]
-        for name, training in both if turn % 2 == 0 else reversed(both):
-            found[name].append(training.run(plan.even_rounds, _never).pace)
+        for name in ("majority", "all") if turn % 2 == 0 else ("all", "majority"):
+            found[name].append(train(name, plan.even_rounds, _never).pace)
+    found = {"even": found["majority"], "even_all": found["all"]}
     found |= {"synchronous": [], "majority": [], "participation": []}
     for delay in plan.delays:
         late = _one_late_rank(plan, delay)
-        found["synchronous"].append(synchronous.run(plan.synchronous_rounds, late).pace)
-        trainings.append(Training(plan.step_seconds, "majority", "adaptive"))
-        run = trainings[-1].run(plan.majority_rounds, late)
+        found["synchronous"].append(train("all", plan.synchronous_rounds, late).pace)
+        run = train("majority", plan.majority_rounds, late)
         found["majority"].append(run.pace)
         found["participation"].append(run.participation)
-    trainings.append(Training(plan.step_seconds, "majority", "adaptive"))
-    slow = plan.slowdown - 1 if hvd.rank() == hvd.size() - 1 else 0.0
-    run = trainings[-1].run(plan.persistent_rounds, lambda _: slow)
+    run = train("majority", plan.persistent_rounds, _slow_last_rank(plan.slowdown))
     found["persistent"] = run.pace
     found["late_rounds"] = {str(member): count for member, count in run.late_rounds.items()}
     found["bytes"] = 4 * ELEMENTS
-    found["digests"] = [training.digest() for training in trainings]
-    hvd.shutdown()
+    found["digests"] = digests
     return found
+
+
+def _slow_last_rank(slowdown: float) -> Lateness:
+    return lambda _round: slowdown - 1 if hvd.rank() == hvd.size() - 1 else 0.0
 
 
 def _never(_round: int) -> float:

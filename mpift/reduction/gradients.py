@@ -24,6 +24,7 @@ from mpift.reduction.results import Results
 from mpift.transport.lane import Started
 from mpift.transport.world import LaneReport, World
 
+# In a wait for a round, how often to look after the other optimizers' rounds.
 _IDLE_SECONDS = 0.1
 
 
@@ -65,7 +66,7 @@ class GradientRounds:
         compress: Callable[[Layout, int], CompressedSum | None] = lambda _layout, _bucket: None,
     ) -> None:
         self.rules = rules
-        self.carries = rules.carry
+        self._carries = rules.carry
         self._compress = compress
         self._open = 0  # number of the open round, on the service thread
         self._feed: Callable[[Any], None]
@@ -166,7 +167,7 @@ class GradientRounds:
                 replay(applied)  # or this rank runs out of room, and its gradient waits for ever
             else:
                 idle()
-        if not self.carries:
+        if not self._carries:
             self.contributions.forget_carried()
         return own
 
@@ -189,8 +190,8 @@ class GradientRounds:
 
     def carry_nothing(self) -> None:
         """From now on late gradients are dropped, whatever the rules say."""
-        if self.carries:
-            self.carries = False
+        if self._carries:
+            self._carries = False
             self._feed(rounds.CarryNothing())
 
     def give_up(self) -> None:
@@ -198,12 +199,11 @@ class GradientRounds:
         with self._news:
             self._ours = None
 
-    def disown(self) -> int | None:
-        """The round in which a gradient was counted that nobody waited for, if there is one; it is
-        then applied like any other that this rank has not seen."""
+    def disown(self) -> None:
+        """A round in which a gradient was counted that nobody waited for is applied like any other
+        that this rank took no part in."""
         with self._news:
-            own, self._own = self._own, None
-            return own
+            self._own = None
 
     def delivered(self, round_: int) -> Delivered | None:
         """What ``round_`` was, once it is complete here and until it was applied."""

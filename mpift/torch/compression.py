@@ -116,14 +116,6 @@ def compressor_of(compression: Any) -> Compressor:
     )
 
 
-def require_none(compression: object) -> None:
-    """Refuse what gradients cannot be given yet, rather than ignore it."""
-    if compression is not Compression.none:
-        raise ValueError(
-            f"compression {compression!r} is not available in this version: use Compression.none"
-        )
-
-
 # -- casts -----------------------------------------------------------------------------------------
 
 

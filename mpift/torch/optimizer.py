@@ -175,7 +175,7 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     "timeout". ``late`` says what becomes of a gradient that comes too late for its round: "carry"
     lets it count in the next one, "drop" doesn't count it. A rank that is ``max_lag`` rounds behind
     is waited for. None stands for what the settings say: majority, ``sync_timeout`` seconds, carry,
-    4 rounds.
+    4 rounds. With a second distributed optimizer the rounds of both wait for all ranks.
 
     Raises ``ValueError`` or ``ConfigError`` for wrong arguments, ``MismatchError`` if ranks hold
     other parameters, and ``GradientError`` for gradients that can't be reduced.

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpift.core import closing, rounds
-from mpift.core.closing import Closing, Told
+from mpift.core.closing import Closing, Quorum, Told
 from mpift.core.patience import Patience
 from mpift.core.rounds import Announce, Standing
 from mpift.transport.lane import Rules
@@ -57,6 +58,11 @@ class Closings:
         """Look after ``lane`` too."""
         self._lanes[lane] = _Lane(rules, self._limit)
         self._lanes[lane].install(self._world)
+        if len(self._lanes) > 1:
+            # A rank that is left behind in one optimizer's rounds may wait for another that is left
+            # behind in another's: for ever, if both are needed.
+            for state in self._lanes.values():
+                state.need_all()
         early, self._early = self._early, []
         for word in early:
             self._hear(*word)
@@ -171,7 +177,7 @@ class _Lane:
     """What is known of one lane: this rank's word, and the coordinator's state."""
 
     def __init__(self, rules: Rules, limit: float) -> None:
-        self._rules = rules
+        self._quorum: Quorum = rules.quorum
         self.patience = Patience(rules.patience, limit)
         share = 0.0 if isinstance(rules.patience, str) else rules.patience * _HELD_BACK_SHARE
         self.wait = min(_HELD_BACK_SECONDS_MAX, share)
@@ -183,8 +189,13 @@ class _Lane:
         self._arrivals: dict[int, float] = {}  # in the open round, by member
         self._in_time: frozenset[int] = frozenset()  # who had arrived in the round before
 
+    def need_all(self) -> None:
+        """From now on the rounds wait for all ranks that aren't away."""
+        self._quorum = "all"
+        self.closing = replace(self.closing, needed=len(self.closing.members))
+
     def install(self, world: World) -> None:
-        self.closing = Closing.of(world.view.members, self._rules.quorum)
+        self.closing = Closing.of(world.view.members, self._quorum)
         self.deadline, self._arrivals, self._round = None, {}, -1
         self.patience.forget_time()
 

@@ -92,9 +92,9 @@ class Counted:
 
 def carried() -> list[dict[str, Any]]:
     """Loops of ``hvd.rounds`` in which ranks are late at random, and by all they may at the end."""
-    hvd.init()
     found = []
     for max_lag, passes, operation in ((2, 1, False), (4, 2, False), (3, 1, True)):
+        hvd.init()
         rng = random.Random(10 * max_lag + hvd.rank())
         epochs, batches = 2, 12 * passes
         run = Counted(epochs * batches, max_lag=max_lag, backward_passes_per_step=passes)
@@ -120,7 +120,7 @@ def carried() -> list[dict[str, Any]]:
             # A gradient that waited and went together with the next is one participation.
             matches = took_part <= gradients if operation else took_part == gradients
             found.append({"conserved": conserved, "participations": matches})
-    hvd.shutdown()
+        hvd.shutdown()
     return found
 
 
@@ -296,7 +296,7 @@ def unequal_optimizers() -> list[str]:
         for number in range(4):
             one_step(often, first, 4 * turn + number)
         if hvd.rank() == STRAGGLER and turn == 1:
-            fall_behind(first, 1)  # as far as it may: the others wait for it in the first
+            time.sleep(0.1)  # the others may be in either optimizer's rounds when it comes
         one_step(seldom, second, turn)
     hvd.shutdown()
     return [digest_of(often, first), digest_of(seldom, second)]
