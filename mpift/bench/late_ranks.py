@@ -2,8 +2,8 @@
 
 A step is a wait as long as computation would take, as on an accelerator that leaves the processor
 free, and then a real gradient of 4 MB, reduced and applied. So many ranks on few cores don't slow
-each other down, and who is late is decided here alone. All trainings of a run live in one launch, and
-each starts mpift anew: with several optimizers at once no rank would be left out.
+each other down, and who is late is decided here alone. All trainings of a run live in one launch,
+and each starts mpift anew: with several optimizers at once no rank would be left out.
 """
 
 from __future__ import annotations
