@@ -30,6 +30,7 @@ SHARED = [
     scenarios.unequal_optimizers,
     scenarios.scaled_alone,
     scenarios.straggler,
+    scenarios.averaged,
     scenarios.scheduler_kept,
 ]
 
@@ -151,6 +152,12 @@ def test_rounds_tell_who_was_late_and_how_many_took_part(seen: dict[str, Any]) -
         assert seen_by_coordinator["participants"] == 2
         assert seen_by_coordinator["late"] == [STRAGGLER]
         assert reports[STRAGGLER][number]["replayed"]
+
+
+def test_an_average_is_over_those_who_took_part(seen: dict[str, Any]) -> None:
+    for weight, expected in seen["averaged"]:
+        assert weight == expected
+        assert weight % 2  # a round without the straggler is in it
 
 
 def test_a_registered_scheduler_can_be_saved_and_loaded(seen: dict[str, Any]) -> None:
