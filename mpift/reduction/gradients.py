@@ -56,8 +56,8 @@ class Delivered:
 
 
 class GradientRounds:
-    """A ``Workload`` over the buckets of ``layout``. ``sums`` makes, for a bucket, what reduces it
-    compressed; None for MPI's own sum."""
+    """A ``Workload`` over the buckets of ``layout``. ``compress`` makes, for a bucket, what reduces
+    it compressed; None for MPI's own sum."""
 
     def __init__(
         self,
@@ -124,6 +124,12 @@ class GradientRounds:
         its own: then no other is contributed."""
         with self._news:
             return bool(self._under_way) or self._own is not None
+
+    @property
+    def foreign(self) -> int:
+        """Rounds below this are complete, and none that isn't applied is this rank's own."""
+        with self._news:
+            return self.completed if self._own is None else self._own
 
     def contribute(self, bucket: int, whole: bool) -> None:
         """This rank's part of a bucket is in place; ``whole`` if it is the last of its gradient."""
@@ -228,7 +234,8 @@ class GradientRounds:
         bucket, self._ranks = start.bucket, world.view.size
         mine = self.contributions.buffers[bucket]
         place = self.contributions.layout.buckets[bucket].late
-        if start.real and mine[place] != start.late:
+        # Not where a request of an older epoch may still read it: what it says was true then.
+        if start.real and bucket not in self._read_on:
             mine[place] = start.late
         receive = self.results.receive(bucket)
         compressed = self._sums[bucket]

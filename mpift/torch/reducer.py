@@ -125,10 +125,12 @@ class Reducer:
             self.replica.replay(self.workload.completed)
 
     def make_room(self) -> None:
-        """The same, if the others wait because this rank is too far behind."""
-        if self.workload.completed - self.replica.applied >= self.workload.rules.max_lag:
+        """If the others wait because this rank is too far behind: apply what is complete, but for
+        a round that its script has yet to deal with."""
+        behind = self.workload.completed - self.replica.applied
+        if behind >= self.workload.rules.max_lag and not self.synchronized:
             with contextlib.suppress(RecordWithheldError):  # tried again soon
-                self.catch_up()
+                self.replica.replay(self.workload.foreign)
 
     def flush(self, rounds: int) -> None:
         """Complete all rounds below ``rounds``, as all ranks do, and apply them."""

@@ -356,6 +356,22 @@ def averaged() -> list[float]:
     return [weight.item(), sum(means[report.participants] for report in optimizer.rounds)]
 
 
+def operation_before_step() -> list[Any]:
+    """All have their gradients in place, and wait long in an operation before they step."""
+    hvd.init()
+    model = linear()
+    optimizer = distributed(model, max_lag=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        if hvd.rank() == STRAGGLER:
+            time.sleep(0.5)  # for others to look whether they should make room
+        hvd.barrier()
+        optimizer.step()
+    hvd.shutdown()
+    return [digest_of(model, optimizer), [report["replayed"] for report in reports_of(optimizer)]]
+
+
 def scheduler_kept() -> dict[str, Any]:
     """A registered scheduler can be saved and loaded like any other."""
     hvd.init()

@@ -31,6 +31,7 @@ SHARED = [
     scenarios.scaled_alone,
     scenarios.straggler,
     scenarios.averaged,
+    scenarios.operation_before_step,
     scenarios.scheduler_kept,
 ]
 
@@ -158,6 +159,13 @@ def test_an_average_is_over_those_who_took_part(seen: dict[str, Any]) -> None:
     for weight, expected in seen["averaged"]:
         assert weight == expected
         assert weight % 2  # a round without the straggler is in it
+
+
+def test_a_round_that_the_script_has_yet_to_deal_with_is_not_taken_from_it(
+    seen: dict[str, Any],
+) -> None:
+    assert all_equal(seen["operation_before_step"])
+    assert seen["operation_before_step"][0][1] == [False, False]
 
 
 def test_a_registered_scheduler_can_be_saved_and_loaded(seen: dict[str, Any]) -> None:
