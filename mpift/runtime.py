@@ -87,7 +87,9 @@ class Runtime:
         # Rounds that the script asked for, those applied, and those of them it was late for.
         self.steps_called = self.steps_applied = self.rounds_missed = 0
         self.round_view: View = world.view  # the view that reduced the last gradient round
-        self.gradients = GradientLanes(self._service, self.operate, self.on_service)
+        self.gradients = GradientLanes(
+            self._service, self.operate, self.on_service, self._require_service
+        )
         self._calls = Calls(self._service, self.member, self.gradients.make_room)
         self.waiting = self._calls.waiting
         atexit.register(_at_exit)

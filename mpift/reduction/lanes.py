@@ -41,17 +41,20 @@ class Follower(Protocol):
 
 class GradientLanes:
     """See the module's docstring. ``operate`` carries out an operation with all ranks,
-    ``on_service`` a function on the service thread."""
+    ``on_service`` a function on the service thread; ``require_service`` raises
+    ``NotInitializedError`` if there is none."""
 
     def __init__(
         self,
         service: Service,
         operate: Callable[[Operation], np.ndarray],
         on_service: Callable[[Callable[[], Any]], None],
+        require_service: Callable[[], None],
     ) -> None:
         self._service = service
         self._operate = operate
         self._on_service = on_service
+        self._require_service = require_service
         self.followers: list[Follower] = []
         self.records = Records(service.mailbox, service.call, lambda: service.away, service.hurry)
         on_service(lambda: service.attach(self.records))
@@ -63,9 +66,7 @@ class GradientLanes:
         def add() -> None:
             if self._service.lanes_left:
                 lane = self._service.add_lane(workload)
-                workload.bind(
-                    lane, lambda event: self._service.feed(lane, event), self._service.hurry
-                )
+                workload.bind(lane, lambda event: self._feed(lane, event), self._service.hurry)
                 self.records.open(lane, workload.is_own)
                 opened.append(lane)
 
@@ -78,6 +79,10 @@ class GradientLanes:
             )
         self.followers.append(follower)
         return opened[0]
+
+    def _feed(self, lane: int, event: Any) -> None:
+        self._require_service()  # or whoever waits for what follows waits for ever
+        self._service.feed(lane, event)
 
     def relayout(self, lane: int, change: Callable[[], None]) -> None:
         """Change a lane's layout between two rounds; returns when that is done. All ranks call

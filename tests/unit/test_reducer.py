@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mpift.torch as hvd
+from mpift import NotInitializedError
 
 
 @pytest.fixture(autouse=True)
@@ -31,4 +32,13 @@ def test_a_gradient_shares_no_memory_with_a_contribution_or_a_result() -> None:
         results = [buffer.copy() for buffer in kept]
         weight.grad.zero_()
         assert all(np.array_equal(a, b) for a, b in zip(results, kept, strict=True))
+        optimizer.step()
+
+
+def test_a_step_after_shutdown_is_refused_rather_than_waited_for() -> None:
+    weight = torch.nn.Parameter(torch.ones(5))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    hvd.shutdown()
+    with pytest.raises(NotInitializedError, match="shut down"):
+        (weight * 3).sum().backward()
         optimizer.step()
