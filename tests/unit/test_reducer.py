@@ -38,7 +38,10 @@ def test_a_gradient_shares_no_memory_with_a_contribution_or_a_result() -> None:
 def test_a_step_after_shutdown_is_refused_rather_than_waited_for() -> None:
     weight = torch.nn.Parameter(torch.ones(5))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    (weight * 3).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     hvd.shutdown()
+    loss = (weight * 3).sum()
     with pytest.raises(NotInitializedError, match="shut down"):
-        (weight * 3).sum().backward()
-        optimizer.step()
+        loss.backward()
