@@ -35,6 +35,7 @@ from mpift.transport.detection import Hooks as DetectionHooks
 from mpift.transport.injection import Injector
 from mpift.transport.monitor import Monitor
 from mpift.transport.node import Node
+from mpift.transport.part import Part, Post
 from mpift.transport.service import Hooks, Service
 from mpift.transport.solo import SoloWorld
 from mpift.transport.world import MpiWorld, Rebuilt
@@ -182,6 +183,18 @@ class Runtime:
     def report_values(self, values: dict[str, Any]) -> None:
         """Values of the script for the launcher's status line and summary; rank 0's count."""
         self._reporter.values(values, wanted=self.rank == 0)
+
+    # -- parts of other rooms ----------------------------------------------------------------------
+
+    @property
+    def post(self) -> Post:
+        """What a part needs to talk to other ranks."""
+        service = self._service
+        return Post(service.mailbox, service.parcels, service.call, service.hurry)
+
+    def attach(self, part: Part) -> None:
+        """Let the service's loop keep ``part`` going too."""
+        self.on_service(lambda: self._service.attach(part))
 
     # -- faults ------------------------------------------------------------------------------------
 

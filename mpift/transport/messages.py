@@ -47,6 +47,8 @@ class Kind(enum.IntEnum):
     RECORD_WANTED = 11
     # The answer: lane, round, what it is, and how many bytes follow.
     RECORD = 12
+    # A word of the three-phase commit.
+    COMMIT = 13
 
 
 # Kinds that are true whatever the view is.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mpift.transport.mailbox import Mailbox
+from mpift.transport.parcels import Parcels
 from mpift.transport.world import World
 
 
@@ -26,3 +29,15 @@ class Part(Protocol):
 
     def install(self, world: World) -> None:
         """A new view is in force."""
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What a part of another room needs to talk to other ranks. ``mailbox``, ``parcels`` and
+    ``hurry`` (come round soon: others may wait) are used on the service thread; ``call`` runs a
+    function there, soon, and may be called from any."""
+
+    mailbox: Mailbox
+    parcels: Parcels
+    call: Callable[[Callable[[], None]], None]
+    hurry: Callable[[], None]

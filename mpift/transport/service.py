@@ -10,7 +10,6 @@ rank without service would make all others wait.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import traceback
@@ -30,19 +29,11 @@ from mpift.transport.fencing import Fencing
 from mpift.transport.lane import Lane, Workload
 from mpift.transport.liveness import Slot
 from mpift.transport.mailbox import Mailbox
+from mpift.transport.pace import Pace
+from mpift.transport.parcels import Parcels
 from mpift.transport.part import Part
 from mpift.transport.world import MAX_LANES, Rebuilt, Report, World
 
-# Polls without progress before the loop begins to sleep between them. A poll costs a few
-# microseconds; sleeps leave the core to the computation that the reduction overlaps with.
-_SPIN_POLLS = 20
-_BUSY_SLEEP_SECONDS = 50e-6
-# A collective that waits for a late rank: no need to look twenty thousand times a second.
-_LONG_WAIT_SECONDS = 0.05
-_LONG_SLEEP_SECONDS = 500e-6
-# Somebody waits for this rank's word, or may soon.
-_SOON_SECONDS = 500e-6
-_HURRY_SECONDS = 0.02
 # Rebuilds in a row that lost nobody and saw no round complete, before MPI is declared broken.
 _FRUITLESS_REBUILDS = 5
 REBUILDING = "rebuilding"
@@ -102,11 +93,17 @@ class Service:
             lambda lane: self.lanes[lane].rounds.completed,
             lambda lane, round_, late: self.lanes[lane].workload.note_late(round_, late),
         )
-        self._parts: list[Part] = [Alarm(), self.mailbox, self.farewells, self.closings]
+        self.parcels = Parcels(self.mailbox)
+        self._parts: list[Part] = [
+            Alarm(),
+            self.mailbox,
+            self.parcels,
+            self.farewells,
+            self.closings,
+        ]
         self._slot: Slot | None = None
         self.fencing: Fencing
-        self._polls, self._hurry_until = 0, 0.0
-        self._busy_since: float | None = None
+        self._pace = Pace(config.idle_poll_seconds)
         self.thread = threading.Thread(target=self._run, name="mpift-service", daemon=True)
 
     # -- for other threads -----------------------------------------------------------------------
@@ -166,7 +163,7 @@ class Service:
 
     def hurry(self) -> None:
         """On the service thread: another rank may wait for this one's answers for a while."""
-        self._hurry_until = time.monotonic() + _HURRY_SECONDS
+        self._pace.hurry(time.monotonic())
 
     def leave_behind(self, gone: BaseException) -> None:
         """On the service thread: members are gone for certain, whatever MPI says: rebuild."""
@@ -287,7 +284,7 @@ class Service:
         if self._leave_barrier is not None and len(requests) - 1 in done:
             self._all_through = True
         if max(done) >= first_of_lanes:
-            self._polls, self._busy_since = 0, None
+            self._pace.progressed()
         # Lanes last: one may hit a fault, and what has arrived otherwise must not be lost by it.
         start = 0
         for part, count in zip(self._parts, counts, strict=True):
@@ -302,20 +299,10 @@ class Service:
         return True
 
     def _pause(self) -> None:
-        busy = any(lane.requests for lane in self.lanes) or self._leave_barrier is not None
-        if not busy:
-            urgent = self.closings.urgent or time.monotonic() < self._hurry_until
-            self._wake.wait(_SOON_SECONDS if urgent else self._config.idle_poll_seconds)
-            return
-        self._polls += 1
-        if self._polls <= _SPIN_POLLS:
-            os.sched_yield()
-            return
-        now = time.monotonic()
-        if self._busy_since is None:
-            self._busy_since = now
-        waits_long = now - self._busy_since > _LONG_WAIT_SECONDS
-        time.sleep(_LONG_SLEEP_SECONDS if waits_long else _BUSY_SLEEP_SECONDS)
+        if any(lane.requests for lane in self.lanes) or self._leave_barrier is not None:
+            self._pace.nap()
+        else:
+            self._wake.wait(self._pace.rest_seconds(time.monotonic(), self.closings.urgent))
 
     # -- faults ------------------------------------------------------------------------------------
 

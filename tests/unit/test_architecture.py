@@ -46,7 +46,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "introduction": SERVICES,
     "runtime": SERVICES | {"introduction", "observe"},  # events have to be heard from the first on
     "communicator": SERVICES | {"runtime"},
-    "torch": PARTS | {FACE, "reduction", "runtime", "communicator"},
+    "torch": SERVICES | {FACE, "runtime", "communicator"},
     "launch": FACES | {"observe"},  # events have the same words everywhere
     "observe": GROUND,  # gets events and values handed to it
     "simulate": FACES,
