@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,22 @@ SESSION_VARIABLE = "PYTEST_MPIFT_SESSION"
 SHARED_MEMORY = Path("/dev/shm")
 OURS = ("mpift-", "sm_segment.")  # of mpift, and of Open MPI's transport between neighbours
 LIMIT_SECONDS = 10.0
+WALKED = "walked"
+
+
+@pytest.fixture
+def walked(record_property: Callable[[str, object], None]) -> Callable[[object], None]:
+    """Lets a test of a model have its report printed at the end of the run."""
+    return lambda report: record_property(WALKED, str(report))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    passed = terminalreporter.stats.get("passed", [])
+    reports = [(r, text) for r in passed for name, text in r.user_properties if name == WALKED]
+    if reports:
+        terminalreporter.section("state spaces walked")
+    for report, text in reports:
+        terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {text}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,250 @@
+"""Agreements of a few members whose letters go through the hands of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpift.config import Config
+from mpift.core.ballots import Ballot, Content, Message, Proposal, State, Word
+from mpift.core.commit_events import Decided, Entry
+from mpift.core.membership import View
+from mpift.transport.agreements import Agreements, decode, encode
+from mpift.transport.messages import Kind
+from mpift.transport.messages import Message as Letter
+
+SAME, OTHER = Content("history", "same"), Content("history", "other")
+
+
+class Member:
+    """One member: its agreements, the mailbox and world that they see, and their only subject."""
+
+    def __init__(self, post: Post, member: int, entries: Iterable[Entry] = ()) -> None:
+        self.post, self.member = post, member
+        self.view = post.view
+        self.control = None
+        self.decisions: list[tuple[int, bool, Content | None]] = []
+        self.refused: list[tuple[int, int]] = []
+        self.memory: dict[Proposal, Entry] = {}
+        self.agreements = Agreements(
+            self,  # type: ignore[arg-type]
+            lambda function: function(),
+            lambda: None,
+            lambda: Config(sync_timeout=10.0, retries=1),
+        )
+        self.agreements.install(self)  # type: ignore[arg-type]
+        self.number = self.agreements.open(self, entries)
+
+    def register(self, kind: Kind, handler: Any) -> None:
+        self.handler = handler
+
+    def send(self, kind: Kind, text: str, members: tuple[int, ...]) -> None:
+        letter = Letter(kind, self.view.epoch, self.member, text)
+        self.post.letters += [(to, letter) for to in members]
+
+    def remember(self, entry: Entry) -> None:
+        self.memory[entry.proposal] = entry
+
+    def decided(self, decided: Decided) -> None:
+        version = decided.proposal.version
+        self.decisions.append((version, decided.committed, decided.content))
+
+    def stale(self, version: int, newest: int) -> None:
+        self.refused.append((version, newest))
+
+    def hold(self, version: int, content: Content = SAME) -> None:
+        self.agreements.hold(self.number, version, content)
+
+
+class Post:
+    """Carries letters between the members that are alive and not ``silent``."""
+
+    def __init__(self, size: int) -> None:
+        self.view = View(0, tuple(range(size)))
+        self.letters: list[tuple[int, Letter]] = []
+        self.silent: set[int] = set()
+        self.members = {m: Member(self, m) for m in self.view.members}
+        self.now = 0.0
+
+    def __getitem__(self, member: int) -> Member:
+        return self.members[member]
+
+    def deliver(self, only: set[Word] | None = None) -> None:
+        while self.letters:
+            to, letter = self.letters.pop(0)
+            if to in self.silent or letter.sender in self.silent or to not in self.members:
+                continue
+            if only is None or decode(letter)[1].word in only:
+                self.members[to].handler(letter)
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(2):  # to notice what is open, and that it has waited
+            for number, member in self.members.items():
+                if number not in self.silent:
+                    member.agreements.turn(self.now)
+            self.now += seconds
+        self.deliver()
+
+    def lose(self, *lost: int) -> None:
+        """A new view without these."""
+        self.view = self.view.successor(self.view.epoch + 1, set(self.view.members) - set(lost))
+        self.members = {m: self.members[m] for m in self.view.members}
+        self.letters = []
+        for member in self.members.values():
+            member.view = self.view
+        for member in self.members.values():
+            member.agreements.install(member)  # type: ignore[arg-type]
+        self.deliver()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_all_hold_is_committed(size: int) -> None:
+    post = Post(size)
+    for member in range(size):
+        post[member].hold(3)
+    post.deliver()
+    assert [m.decisions for m in post.members.values()] == [[(3, True, SAME)]] * size
+
+
+def test_a_silent_minority_is_not_waited_for_and_hears_of_it_later() -> None:
+    post = Post(4)
+    post.silent = {3}
+    for member in range(4):
+        post[member].hold(3)
+    post.deliver()
+    assert [post[m].decisions for m in range(3)] == [[(3, True, SAME)]] * 3
+    post.silent = set()
+    post.pass_time(1000.0)  # member 3 has not even heard of it, and asks for nothing
+    post[0].hold(4)
+    post[1].hold(4)
+    post[3].hold(4)
+    post.deliver()
+    assert post[3].decisions == [(4, True, SAME)]
+
+
+def test_whoever_gets_there_later_votes_later() -> None:
+    post = Post(3)
+    post[0].hold(3)
+    post.deliver()
+    assert not post[0].decisions
+    post[2].hold(3)
+    post.deliver()
+    assert post[0].decisions == [(3, True, SAME)]
+
+
+def test_whoever_has_passed_a_version_by_says_so_at_once() -> None:
+    post = Post(3)
+    post[0].hold(3)
+    for member in (1, 2):
+        post[member].hold(4)
+    post.deliver()
+    assert post[0].decisions == [(3, False, None)]
+
+
+def test_without_a_majority_that_holds_the_same_it_is_aborted() -> None:
+    post = Post(4)
+    for member, content in enumerate((SAME, SAME, OTHER, OTHER)):
+        post[member].hold(3, content)
+    post.deliver()
+    assert {m.decisions[0] for m in post.members.values()} == {(3, False, None)}
+
+
+def test_a_version_that_nobody_gets_to_is_aborted_when_patience_is_over() -> None:
+    post = Post(3)
+    post[0].hold(3)
+    for _ in range(3):
+        post.pass_time(11.0)
+    assert post[0].decisions == [(3, False, None)]
+
+
+def test_others_take_the_place_of_a_coordinator_that_falls_silent() -> None:
+    post = Post(3)
+    for member in range(3):
+        post[member].hold(3)
+    post.deliver(only={Word.PREPARE, Word.VOTE})
+    # Of its PRE_COMMIT only member 1 has heard.
+    word = Message(Word.PRE_COMMIT, Proposal(3, 0, 0, 3), 0, 0, Ballot(0, 0), SAME)
+    post[1].handler(Letter(Kind.COMMIT, 0, 0, encode(0, word)))
+    post.letters, post.silent = [], {0}
+    post.pass_time(1000.0)
+    post.pass_time(1000.0)
+    assert [post[m].decisions for m in (1, 2)] == [[(3, True, SAME)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("heard", "committed"),
+    [({Word.PREPARE, Word.VOTE, Word.PRE_COMMIT}, True), ({Word.PREPARE}, False)],
+)
+def test_a_new_view_decides_what_its_coordinator_left_open(
+    heard: set[Word], committed: bool
+) -> None:
+    post = Post(4)
+    for member in range(4):
+        post[member].hold(3)
+    post.deliver(only=heard)
+    post.lose(0)
+    for member in (1, 2, 3):
+        assert post[member].decisions == [(3, committed, SAME if committed else None)]
+
+
+def test_the_new_coordinator_proposes_what_the_old_one_never_did() -> None:
+    post = Post(3)
+    for member in (1, 2):
+        post[member].hold(3)
+    post.lose(0)
+    assert [post[m].decisions for m in (1, 2)] == [[(3, True, SAME)]] * 2
+
+
+def test_a_version_that_others_have_passed_is_refused_with_both_named() -> None:
+    post = Post(3)
+    for version in (5, 3):
+        for member in range(3):
+            post[member].hold(version)
+        post.deliver()
+    assert post[0].refused == [(3, 5)]
+    assert [m.decisions for m in post.members.values()] == [[(5, True, SAME)]] * 3
+
+
+def test_a_member_that_comes_back_answers_from_what_it_remembered() -> None:
+    post = Post(3)
+    for member in range(3):
+        post[member].hold(3)
+    post.deliver(only={Word.PREPARE, Word.VOTE, Word.PRE_COMMIT})
+    post.members[1] = Member(post, 1, post[1].memory.values())
+    post.silent = {0}
+    for _ in range(3):
+        post.pass_time(1000.0)
+    assert post[1].decisions == post[2].decisions == [(3, True, SAME)]
+
+
+def test_a_word_about_a_subject_that_is_opened_later_is_kept() -> None:
+    post = Post(2)
+    letter = encode(1, Message(Word.PREPARE, Proposal(3, 0, 0, 2), 0, 0, Ballot(0, 0)))
+    post[1].handler(Letter(Kind.COMMIT, 0, 0, letter))
+    assert post[1].agreements.open(post[1]) == 1
+    post[1].agreements.hold(1, 3, SAME)
+    assert [decode(letter)[1].word for _, letter in post.letters] == [Word.VOTE]
+
+
+numbers = st.integers(-1, 2**53)
+
+
+@given(
+    st.sampled_from(Word),
+    st.tuples(numbers, numbers, numbers, numbers),
+    st.tuples(numbers, numbers),
+    st.sampled_from(State),
+    st.sampled_from([None, SAME]),
+    numbers,
+)
+def test_a_word_survives_its_way_as_text(
+    word: Word, proposal: Any, ballot: Any, state: State, content: Any, newest: int
+) -> None:
+    message = Message(
+        word, Proposal(*proposal), 4, 2, Ballot(*ballot), content, state, Ballot(*ballot), newest
+    )
+    assert decode(Letter(Kind.COMMIT, 4, 2, encode(9, message))) == (9, message)
