@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="samples a rank and step")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--verify-every", type=int, help="rounds between comparisons of replicas")
     options = parser.parse_args()
 
     hvd.init()
@@ -166,7 +167,11 @@ def main() -> None:
     training_data, held_out = load_data()
     model = CharGpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        verify_every=options.verify_every,
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     train(model, optimizer, training_data, options)
 

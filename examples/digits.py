@@ -3,8 +3,9 @@
     mpift run -np 4 python examples/digits.py
     mpift run -np 4 --chaos kill:2@50 python examples/digits.py
     mpift run -np 4 --chaos slow:1@20-60:0.3 python examples/digits.py --patience adaptive
+    mpift run -np 4 --chaos flip:2@40 python examples/digits.py --verify-every 10
 
-Ranks may die or be late on the way: the loop below has no code for that.
+Ranks may die, be late or lose a bit on the way: the loop below has no code for that.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--quorum", help='majority, all, a number of ranks, or a fraction as "0.6"')
     parser.add_argument("--patience", help="seconds to wait for late ranks, or adaptive")
     parser.add_argument("--late", choices=("carry", "drop"), help="what becomes of late gradients")
+    parser.add_argument("--verify-every", type=int, help="rounds between comparisons of replicas")
     arguments = parser.parse_args()
 
     hvd.init()
@@ -75,6 +77,7 @@ def main() -> None:
         quorum=arguments.quorum,
         patience=arguments.patience,
         late=arguments.late,
+        verify_every=arguments.verify_every,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     sampler = hvd.ElasticSampler(train, seed=arguments.seed)

@@ -118,6 +118,14 @@ class Config:
     # a rank is behind.
     max_lag: int = _setting(4, "reduction", unit="rounds", low=0, high=1000)
 
+    # Rounds between two comparisons of all replicas. Not never: replays, repairs and checkpoints
+    # that all ranks write together take for granted that replicas are equal, so one that has parted
+    # unnoticed spoils more than itself. Not often: a check costs some 0.1 ms, and faults of memory
+    # are rare.
+    verify_every: int = _setting(100, "verification", unit="rounds", low=0)
+    # A rank that deviates once more is evicted: memory that flips bits again and again is broken.
+    max_repairs: int = _setting(3, "verification", low=0)
+
     # Deaths that come together (a node, a rack) are gathered before the first rebuild.
     gather_seconds: float = _seconds(0.02, "rebuild", high=10.0)
     # How long a rebuild waits for the operating system to agree that a lost process is gone.

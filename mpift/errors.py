@@ -54,3 +54,37 @@ class GradientError(MpiftError, RuntimeError):
 
 class TransportError(MpiftError, RuntimeError):
     """MPI cannot be used, or keeps failing although nobody died."""
+
+
+class TransferError(MpiftError, RuntimeError):
+    """No donor is left that could give a state, or all gave other bytes than the digest says."""
+
+
+class StaleVersionError(MpiftError, RuntimeError):
+    """A version of a state was to be committed although a newer one, or this one, was before."""
+
+
+class InconsistentError(MpiftError, RuntimeError):
+    """Ranks hold different parameters or optimizer state, and no majority holds the same."""
+
+
+class StalePushError(MpiftError, RuntimeError):
+    """A push to a parameter server was computed at a version that is too far behind."""
+
+
+class KeyLostError(MpiftError, RuntimeError):
+    """Both ranks that held ``keys`` of a parameter server died before there was a new copy."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        super().__init__(keys)
+        self.keys = keys
+
+    def __str__(self) -> str:
+        return (
+            f"lost in the parameter server: {', '.join(map(repr, self.keys))}; both ranks that held"
+            " each of them died before there was a new copy: go on from a checkpoint"
+        )
+
+
+class VersionTimeoutError(MpiftError, TimeoutError):
+    """A version that a pull asked for was not there in time."""

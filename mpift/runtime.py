@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,10 +26,13 @@ from mpift.devices.probes import HostProbe
 from mpift.errors import ConfigError, ExitCode, MpiftError, NotInitializedError
 from mpift.observe import lines
 from mpift.observe.reporter import Reporter
+from mpift.recovery.transfer import Transfer
 from mpift.reduction.calls import Calls, result_of
+from mpift.reduction.examinations import Examinations
 from mpift.reduction.lanes import GradientLanes
 from mpift.reduction.operations import Operation
 from mpift.transport import exits, startup
+from mpift.transport.agreements import Agreements, Subject
 from mpift.transport.detection import Detection
 from mpift.transport.detection import Hooks as DetectionHooks
 from mpift.transport.injection import Injector
@@ -40,7 +43,7 @@ from mpift.transport.service import Hooks, Service
 from mpift.transport.solo import SoloWorld
 from mpift.transport.world import MpiWorld, Rebuilt
 
-_FIRST_LANES = 2  # operations, and one optimizer's gradients
+_FIRST_LANES = 3  # operations, one optimizer's gradients, and examinations
 _WORDS_CHARS = 200  # of a lost rank's last words, in the report of the new view
 
 _current: Runtime | None = None
@@ -56,7 +59,7 @@ class Runtime:
         self._launch_rank = startup.launch_rank()  # what events and fault schedules go by
         self.host = socket.gethostname()
         self._reporter = Reporter(self._launch_rank)
-        self._emit = self._reporter.emit
+        self.emit = self._reporter.emit
         schedule = chaos.parse(config.chaos, startup.launch_size())
         self._injector = Injector(
             schedule,
@@ -69,7 +72,7 @@ class Runtime:
         self._service = Service(
             lambda: _make_world(comm, config),
             config,
-            Hooks(self._view_changed, self._give_up, self.strike),
+            Hooks(self._view_changed, self._give_up, self._strike_service),
         )
         self._node: Node | None = None
         self._probe: HostProbe | None = None
@@ -78,7 +81,7 @@ class Runtime:
         if startup.under_launcher():  # otherwise there is nobody to notice
             self._exits.install()
             self._monitor.start()
-        self._emit(events.RankStarting)
+        self.emit(events.RankStarting)
         self._service.start()
         world = self._service.world
         self.member = world.member
@@ -93,10 +96,17 @@ class Runtime:
         )
         self._calls = Calls(self._service, self.member, self.gradients.make_room)
         self.waiting = self._calls.waiting
+        self.agreements = Agreements(
+            self._service.mailbox, self._service.call, self._service.hurry, lambda: self.config
+        )
+        self.attach(self.agreements)
+        self.transfer = Transfer(self.post)
+        self.attach(self.transfer)
+        self.examinations = Examinations(self._service, self.member, self.on_service, self.waiting)
         atexit.register(_at_exit)
         with self._monitor.introduction():
             self._detect()
-        self._emit(events.RankStarted, self.host, os.getpid(), self.view.size)
+        self.emit(events.RankStarted, self.host, os.getpid(), self.view.size)
         self._warn([*world.warnings, *unknown_variables()])
 
     def _detect(self) -> None:
@@ -117,7 +127,7 @@ class Runtime:
             accelerator_probe(self.neighbours.index(self.member)),
         )
         hooks = DetectionHooks(
-            emit=self._emit,
+            emit=self.emit,
             end=lambda code, reason: self._give_up(code, reason, seen=False),
             leave=lambda reason: self._give_up(ExitCode.SCRIPT_FAILED, f"evicted: it {reason}"),
             waits=lambda: self._calls.waits,
@@ -174,11 +184,13 @@ class Runtime:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def step_finished(self, step: int) -> None:
-        """A step of this rank's optimizer is over."""
+    def step_finished(self, step: int, together: bool = True) -> None:
+        """A step of this rank's optimizer is over; ``together`` with the other ranks, or alone,
+        when the script sees no new view by it."""
         self._exits.forget()
-        if self.rank == 0:
-            self._reporter.step_finished(step, self.view.epoch, self.view.size)
+        view = self.view if together else self._service.world.view
+        if view.coordinator == self.member:
+            self._reporter.step_finished(step, view.epoch, view.size)
 
     def report_values(self, values: dict[str, Any]) -> None:
         """Values of the script for the launcher's status line and summary; rank 0's count."""
@@ -196,10 +208,28 @@ class Runtime:
         """Let the service's loop keep ``part`` going too."""
         self.on_service(lambda: self._service.attach(part))
 
+    def agree_on(self, subject: Subject) -> int:
+        """Let versions of ``subject`` be agreed on; all ranks open theirs in the same order."""
+        number: list[int] = []
+        self.on_service(lambda: number.append(self.agreements.open(subject)))
+        return number[0]
+
+    def report_repair(self, round_: int, differed: Mapping[str, int]) -> None:
+        """This rank's state was repaired after ``round_``; ``differed`` has bytes by piece."""
+        first, total = next(iter(differed)), sum(differed.values())
+        self.emit(events.RankRepaired, self.host, round_, first, len(differed), total)
+
+    def leave_evicted(self, reason: str) -> NoReturn:
+        """This rank is no use to the others, and ends; ``reason`` is said of it."""
+        self._give_up(ExitCode.SCRIPT_FAILED, f"evicted: it {reason}")
+
     # -- faults ------------------------------------------------------------------------------------
 
+    def _strike_service(self, step: int, point: str) -> None:
+        self._injector.strike(step, point)
+
     def _report_fault(self, fault: chaos.Fault, step: int) -> None:
-        self._emit(events.FaultInjected, str(fault), step)
+        self.emit(events.FaultInjected, str(fault), step)
 
     def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
         view = rebuilt.view
@@ -209,7 +239,7 @@ class Runtime:
             reasons = tuple(
                 (farewells.get(m) or self._verdict(m))[:_WORDS_CHARS] for m in rebuilt.lost
             )
-            self._emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds, reasons)
+            self.emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds, reasons)
 
     def _verdict(self, member: int) -> str:
         """Why a watchdog killed this member, as far as one did and its word is known here."""
@@ -217,7 +247,7 @@ class Runtime:
         return told or self._service.fencing.details.get(member, "")
 
     def _last_words(self, code: int, reason: str, trace: str) -> bool:
-        self._emit(events.RankFailed, self.host, code, reason, trace)
+        self.emit(events.RankFailed, self.host, code, reason, trace)
         if not self._service.running or threading.current_thread() is self._service.thread:
             return False
         return self._service.farewells.say(reason)
@@ -226,12 +256,12 @@ class Runtime:
         """This rank can't go on; others may, if they see something else."""
         if code == ExitCode.QUORUM_LOST and self._node is not None:
             self._node.slot.stood_down()
-        self._emit(events.RankStopped, int(code), reason)
+        self.emit(events.RankStopped, int(code), reason)
         exits.leave(code, unseen=not seen)
 
     def _abort_job(self, code: int, reason: str) -> NoReturn:
         """End the whole job, also ranks that see nothing of the reason."""
-        self._emit(events.JobStopped, int(code), reason)
+        self.emit(events.JobStopped, int(code), reason)
         if self._service.running and self._service.blocked is None:
             self._service.call(lambda: self._service.world.abort(code))
             time.sleep(1.0)  # the abort ends this process
@@ -246,6 +276,7 @@ class Runtime:
         """
         atexit.unregister(_at_exit)
         self._reporter.send_values(wanted=self.rank == 0)
+        self.examinations.joined = True
         self._service.join_all()
         self.gradients.see_through()
         self._service.thread.join()
@@ -255,7 +286,7 @@ class Runtime:
         if self._probe is not None:
             self._probe.close()
         done = (self.steps_called, self.steps_applied, self.rounds_missed)
-        self._emit(events.RankLeft, self.host, *done)
+        self.emit(events.RankLeft, self.host, *done)
         if self._service.world.finalize_would_hang:
             atexit.register(self._leave_without_finalize)
         else:
@@ -298,7 +329,8 @@ class Runtime:
                 function()
             except MpiftError as error:
                 errors.append(error)
-            done.set()
+            finally:
+                done.set()  # also at a fault, which the loop sees to
 
         self._service.call(run)
         done.wait()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from mpift.bench.step import StepReport
     from mpift.bench.straggler import StragglerReport
+    from mpift.bench.verify import VerifyReport
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, peers in the same run.")
 
@@ -74,6 +75,28 @@ def straggler(
     if not report.identical:
         _complain(console, "ranks ended with different parameters or optimizer state")
         raise typer.Exit(ExitCode.SCRIPT_FAILED)
+
+
+@app.command()
+def verify(
+    ranks: Annotated[int, typer.Option("-np", "--num-proc", min=2, help="Ranks to start.")] = 4,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two checks.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns with verification and without.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps in one turn.")] = 40,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what it costs a training step to verify that all replicas are equal."""
+    from rich.console import Console
+
+    from mpift.bench.verify import make_plan, measure
+
+    _check_writable(json_file)
+    console = Console(stderr=True)
+    with _told(console):
+        plan = make_plan(ranks, every, rounds, steps)
+        with console.status(f"measuring {ranks} ranks"):
+            report = measure(plan)
+    _show(console, verify_table(report), report.as_json(), json_file)
 
 
 def _numbers(text: str | None) -> tuple[float, ...] | None:
@@ -197,3 +220,32 @@ def straggler_caption(report: StragglerReport) -> str:
     )
     identical = f"parameters and optimizer state identical on all ranks: {report.identical}"
     return f"{bounds}\n{even}\n{persistent}\n{identical}"
+
+
+def verify_table(report: VerifyReport) -> Table:
+    """The report for people: means of the rank for which verification is dearest."""
+    from rich.table import Table
+
+    plan = report.plan
+    on_to_off = [f"{row.model} {row.on_to_off.median:.3f}" for row in report.rows]
+    result = Table(
+        title=f"verification every {plan.every} steps on {plan.ranks} ranks of"
+        f" {report.threads} thread(s): {report.ratio:.4f} times the step without",
+        caption="models of the examples of these names; ratio: 1 + (wait + processor) / step;"
+        f" timed in turn, with / without: {', '.join(on_to_off)}",
+    )
+    result.add_column("model")
+    for heading in ("state MiB", "step ms", "waits us", "processor us", "of it messages", "ratio"):
+        result.add_column(heading, justify="right")
+    for row in report.rows:
+        cost = row.cost
+        result.add_row(
+            row.model,
+            f"{row.state_bytes / 2**20:.1f}",
+            f"{1e3 * cost.step:.1f}",
+            f"{1e6 * cost.waited:.1f}",
+            f"{1e6 * cost.cpu:.1f}",
+            f"{1e6 * cost.message:.1f}",
+            f"{cost.ratio:.4f}",
+        )
+    return result

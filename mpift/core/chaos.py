@@ -12,6 +12,8 @@ MEMBER is a rank at launch, for life; STEP counts the steps of its optimizer fro
     drop:2@50-60:0.3    three of ten heartbeats that it sends meanwhile are lost
     corrupt:2@50-60:1   all heartbeats that it sends meanwhile have a flipped bit
     reset:2@50          one of its TCP connections to another rank is reset
+    flip:2@50           one bit of one of its parameters flips: in the mantissa, so that training
+                        goes on and nothing is seen of it
 
 The points:
 
@@ -62,11 +64,14 @@ VERBS: Mapping[str, Verb] = {
     "drop": Verb(Takes.PROBABILITY, lasts=True, example="drop:2@50-60:0.3"),
     "corrupt": Verb(Takes.PROBABILITY, lasts=True, example="corrupt:2@50-60:1"),
     "reset": Verb(Takes.NOTHING, lasts=False, example="reset:2@50"),
+    "flip": Verb(Takes.NOTHING, lasts=False, example="flip:2@50"),
 }
 # After these a member does nothing more.
 FATAL = ("kill", "stop")
 # These befall the heartbeats that a member sends, as long as they last.
 ON_HEARTBEATS = ("drop", "corrupt")
+# These befall what a member trains, and are carried out by whoever holds it.
+ON_STATE = ("flip",)
 
 _ITEM = re.compile(
     r"(?P<verb>[a-z]+):(?P<member>\d+)@(?P<step>\d+)(?:-(?P<last>\d+))?(?::(?P<argument>[\w.+-]+))?"

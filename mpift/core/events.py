@@ -121,6 +121,25 @@ class StepFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RankRepaired(Event):
+    """The emitter's state had parted from what most ranks hold after round ``step``, and it has
+    taken that over: ``tensors`` pieces, ``tensor`` the first, ``bytes_differed`` in all."""
+
+    host: str
+    step: int
+    tensor: str
+    tensors: int
+    bytes_differed: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeysLost(Event):
+    """Both ranks that held these ``keys`` of a parameter server are gone."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reported(Event):
     """Values that the training script wants shown and kept (loss, accuracy...)."""
 
@@ -188,6 +207,8 @@ _KINDS: dict[str, type[Event]] = {
         RankStalled,
         HealthChanged,
         StepFinished,
+        KeysLost,
+        RankRepaired,
         Reported,
         RankFailed,
         RankLeft,

@@ -140,6 +140,8 @@ _LABELS = {
     "recovery_seconds": "seconds from each injected death to the next finished step",
     "hang_recovery_seconds": "seconds from each injected hang to the next finished step",
     "rebuild_seconds": "seconds to rebuild the world after each loss",
+    "keys_lost": "keys lost in a parameter server",
+    "ranks_repaired": "states repaired that had parted from the others'",
     "rounds_missed": "rounds missed (rank: rounds)",
 }
 

@@ -114,6 +114,7 @@ class Story:
         self._first_step: dict[int, float] = {}  # by epoch
         self._told_recoveries = 0
         self._suspected: set[int] = set()  # told of in the present view
+        self.keys_lost, self.repairs = set[str](), 0  # of parameter servers; of ranks' states
 
     def member(self, number: int) -> Member:
         """Members that MPI itself spawned later are taken in as they show up."""
@@ -144,8 +145,7 @@ class Story:
         member.host = getattr(event, "host", "") or member.host
         match event:
             case events.RankStarting() | events.RankStarted():
-                member.starting = True
-                member.started = isinstance(event, events.RankStarted)
+                member.starting, member.started = True, isinstance(event, events.RankStarted)
                 self.started = self.started or member.started
             case events.FaultInjected():
                 member.faults.append(event)
@@ -154,9 +154,6 @@ class Story:
                 return self._record_view(event)
             case events.Suspected() | events.HeardAgain() | events.Evicted():
                 return self._record_suspect(event)
-            case events.RankStalled() | events.HealthChanged():
-                warning = getattr(event, "band", "") != "healthy"
-                return [Notice(in_words(event) or "", warning)]
             case events.StepFinished():
                 self._record_step(event, member)
             case events.Reported():
@@ -167,6 +164,11 @@ class Story:
                 member.left = event
             case events.ProcessEnded():
                 return self._record_end(event, member)
+            case _:  # a stall, another band of health, a repair, lost keys
+                self.repairs += isinstance(event, events.RankRepaired)
+                self.keys_lost |= set(getattr(event, "keys", ()))
+                warning = getattr(event, "band", "") != "healthy"
+                return [Notice(_short(in_words(event) or ""), warning)]
         return []
 
     def _record_last_words(

@@ -153,6 +153,8 @@ def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[
         "recovery_seconds": _seconds(recoveries, deaths=True),
         "hang_recovery_seconds": _seconds(recoveries, deaths=False),
         "ranks_lost": len(failures),
+        "keys_lost": sorted(story.keys_lost),
+        "ranks_repaired": story.repairs,
         "rebuild_seconds": [round(seconds, _DIGITS) for seconds in story.rebuild_seconds],
         "steps": story.steps,
         "steps_lost": story.steps_lost,

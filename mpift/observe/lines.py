@@ -65,8 +65,8 @@ def in_words(event: events.Event) -> str | None:
             return f"rank {suspect} on {host} is heard again"
         case events.Evicted(evicted=evicted, reason=reason):
             return f"rank {evicted} is evicted: it {reason}"
-        case events.RankStalled():
-            return _stall_in_words(event)
+        case events.RankStalled() | events.RankRepaired() | events.KeysLost():
+            return _rank_in_words(event)
         case events.HealthChanged(host=host, band=band, reason=reason):
             return f"health of {host}: {band}" + (f" ({reason})" if reason else "")
         case events.RankFailed(member=member, host=host, reason=reason, exit_code=code):
@@ -79,8 +79,16 @@ def in_words(event: events.Event) -> str | None:
             return None
 
 
-def _stall_in_words(event: events.RankStalled) -> str:
-    """Who holds all others up, where, and for how long."""
+def _rank_in_words(event: events.RankStalled | events.RankRepaired | events.KeysLost) -> str:
+    """Which rank was repaired, and what in it; what was lost with two ranks; or who holds all
+    others up, where, for how long."""
+    if isinstance(event, events.KeysLost):
+        keys = ", ".join(event.keys)
+        return f"lost in the parameter server, with both ranks that held them: {keys}"
+    if isinstance(event, events.RankRepaired):
+        what = event.tensor + (f" and {event.tensors - 1} more" if event.tensors > 1 else "")
+        differed = f"{event.bytes_differed} bytes differed"
+        return f"rank {event.member} repaired: {what}, {differed} (host {event.host})"
     who = f"rank {event.member} on {event.host}"
     if event.waits:
         return (

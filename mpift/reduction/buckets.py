@@ -1,13 +1,15 @@
 """Flat fusion buffers: how parameters are laid out in buckets, and the memory behind them.
 
 A bucket holds parameters of one dtype and, at its end, one used-count a parameter, the number of
-late gradients and the participation count, all as elements of the sum:
+late gradients, the number of ranks that want an examination and the participation count, all as
+elements of the sum:
 
-    [ parameter 0 | parameter 1 | ... | used 0 | used 1 | ... | late | participation ]
+    [ parameter 0 | parameter 1 | ... | used 0 | used 1 | ... | late | alarm | participation ]
 
 So every rank reads from the result alone how many ranks took part, whether anybody used a
-parameter, and whether anybody's gradient was meant for an earlier round. Half types are widened to
-float32, because MPI has no half-precision sum.
+parameter, whether anybody's gradient was meant for an earlier round, and whether all have to
+compare their states after this round. Half types are widened to float32, because MPI has no
+half-precision sum.
 
 Copies a gradient byte: one in (``p.grad`` to the contribution), one out (result to ``p.grad``, the
 division included). ``p.grad`` never aliases either, since users clip and zero it in place.
@@ -52,6 +54,11 @@ class Bucket:
     @property
     def late(self) -> int:
         """Index of the number of late gradients."""
+        return self.length - 3
+
+    @property
+    def alarm(self) -> int:
+        """Index of the number of ranks that want all states to be examined after the round."""
         return self.length - 2
 
     @property
@@ -111,7 +118,7 @@ def _bucket(parameters: Sequence[ParameterSpec], dtype: str, numbers: Iterable[i
         stop = start + parameters[number].elements
         slots.append(Slot(number, start, stop, total + position))
         start = stop
-    return Bucket(SUM_DTYPES[dtype], tuple(slots), total + len(numbers) + 2)
+    return Bucket(SUM_DTYPES[dtype], tuple(slots), total + len(numbers) + 3)
 
 
 class Contributions:

@@ -59,12 +59,13 @@ class Calls:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait of the script for other ranks: whoever doesn't wait then is stalled."""
-        self.waits = True
+        """Around a wait of the script for other ranks: whoever doesn't wait then is stalled. One
+        wait may lead to another."""
+        before, self.waits = self.waits, True
         try:
             yield
         finally:
-            self.waits = False
+            self.waits = before
 
 
 def result_of(operation: Operation) -> np.ndarray:

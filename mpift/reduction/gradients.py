@@ -18,7 +18,7 @@ import numpy as np
 from mpift.core import lockstep, rounds
 from mpift.core.closing import Quorum
 from mpift.errors import GradientError
-from mpift.reduction.buckets import Contributions, Layout
+from mpift.reduction.buckets import Contributions, Layout, empty_bucket
 from mpift.reduction.compressed import GRADIENT_TAG, GRADIENT_TAGS_A_LANE, CompressedSum
 from mpift.reduction.results import Results
 from mpift.transport.lane import Started
@@ -45,7 +45,8 @@ class RoundRules:
 class Delivered:
     """A completed round, as this rank saw it. ``participants`` counts the ranks in its fullest and
     ``least`` those in its emptiest bucket; ``stale`` counts those whose gradients were meant for an
-    earlier round; ``late`` are members that it did not wait for."""
+    earlier round; ``late`` are members that it did not wait for. ``alarm``: somebody wants all
+    states to be examined after it, which all ranks see alike."""
 
     round: int
     epoch: int
@@ -53,6 +54,7 @@ class Delivered:
     least: int
     stale: int
     late: tuple[int, ...]
+    alarm: bool = False
 
 
 class GradientRounds:
@@ -81,6 +83,8 @@ class GradientRounds:
         self._ours: int | None = None  # the last such round that the main thread took as its own
         self._declined = False
         self._late: dict[int, tuple[int, ...]] = {}
+        self._wants_alarm = False
+        self._alarmed = -1  # the last round with an alarm
         self._lay(layout)
         self.results = Results(layout)
 
@@ -211,6 +215,13 @@ class GradientRounds:
         with self._news:
             self._own = None
 
+    def request_examination(self, after: int = -1) -> None:
+        """Let all ranks examine their states after a round to come, the same one everywhere, unless
+        they were or will be examined after a round that is complete and not before ``after``. From
+        any thread."""
+        if after < 0 or after > self._alarmed:
+            self._wants_alarm = True
+
     def delivered(self, round_: int) -> Delivered | None:
         """What ``round_`` was, once it is complete here and until it was applied."""
         with self._news:
@@ -233,10 +244,11 @@ class GradientRounds:
     def start(self, world: World, comm: Any, start: lockstep.Start) -> Sequence[Started]:
         bucket, self._ranks = start.bucket, world.view.size
         mine = self.contributions.buffers[bucket]
-        place = self.contributions.layout.buckets[bucket].late
+        places = self.contributions.layout.buckets[bucket]
         # Not where a request of an older epoch may still read it: what it says was true then.
         if start.real and bucket not in self._read_on:
-            mine[place] = start.late
+            mine[places.late] = start.late
+            mine[places.alarm] = self._wants_alarm
         receive = self.results.receive(bucket)
         compressed = self._sums[bucket]
         if compressed is not None:
@@ -246,9 +258,18 @@ class GradientRounds:
             if not started:
                 compressed.result(receive)
             return started
-        send = mine if start.real else self.contributions.zeros(bucket)
+        send = mine if start.real else self._nothing(bucket)
         request = comm.Iallreduce(send, receive, world.operator("sum"))
         return [Started(request, (send, receive))]
+
+    def _nothing(self, bucket: int) -> np.ndarray:
+        """A contribution of zeros; a rank that has left or is late can still give the alarm."""
+        if not self._wants_alarm:
+            return self.contributions.zeros(bucket)
+        places = self.contributions.layout.buckets[bucket]
+        fresh = empty_bucket(places)
+        fresh[places.alarm] = 1
+        return fresh
 
     def proceed(self, world: World, comm: Any, bucket: int) -> Sequence[Started]:
         compressed = self._sums[bucket]
@@ -260,11 +281,9 @@ class GradientRounds:
         return started
 
     def participants(self, bucket: int) -> int:
-        place = self.contributions.layout.buckets[bucket].participation
-        return round(float(self.results.receive(bucket)[place]))
+        return self._count(bucket, self.contributions.layout.buckets[bucket].participation)
 
-    def _stale(self, bucket: int) -> int:
-        place = self.contributions.layout.buckets[bucket].late
+    def _count(self, bucket: int, place: int) -> int:
         return round(float(self.results.receive(bucket)[place]))
 
     def deliver(self, deliver: lockstep.Deliver) -> None:
@@ -275,7 +294,11 @@ class GradientRounds:
             if compressed is not None:
                 compressed.settle()
         counts = [self.participants(bucket) for bucket in range(self.buckets)]
-        stale = max(self._stale(bucket) for bucket in range(self.buckets))
+        numbered = list(enumerate(self.contributions.layout.buckets))
+        stale = max(self._count(number, bucket.late) for number, bucket in numbered)
+        alarm = any(self._count(number, bucket.alarm) for number, bucket in numbered)
+        if alarm:
+            self._wants_alarm, self._alarmed = False, deliver.round
         late = self._late.pop(deliver.round, ())
         self.results.complete(deliver.round)
         self._open = deliver.round + 1
@@ -283,7 +306,7 @@ class GradientRounds:
             self._incomplete()
         with self._news:
             self._delivered[deliver.round] = Delivered(
-                deliver.round, deliver.reduced_in, max(counts), min(counts), stale, late
+                deliver.round, deliver.reduced_in, max(counts), min(counts), stale, late, alarm
             )
             self.completed = self._open
             self._under_way -= deliver.counted

@@ -12,6 +12,7 @@ from mpift.errors import MismatchError
 from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Kind, Operation
 from mpift.reduction.records import Records
+from mpift.transport.part import Post
 from mpift.transport.service import Service
 from mpift.transport.world import MAX_LANES
 
@@ -56,7 +57,8 @@ class GradientLanes:
         self._on_service = on_service
         self._require_service = require_service
         self.followers: list[Follower] = []
-        self.records = Records(service.mailbox, service.call, lambda: service.away, service.hurry)
+        post = Post(service.mailbox, service.parcels, service.call, service.hurry)
+        self.records = Records(post, lambda: service.away)
         on_service(lambda: service.attach(self.records))
 
     def open(self, workload: GradientRounds, follower: Follower) -> int:
@@ -74,7 +76,7 @@ class GradientLanes:
         self._on_service(add)
         if not opened:
             raise MismatchError(
-                f"at most {MAX_LANES - 1} distributed optimizers can be made before a shutdown()"
+                f"at most {MAX_LANES - 2} distributed optimizers can be made before a shutdown()"
                 " and a new init()"
             )
         self.followers.append(follower)

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from mpift.errors import MpiftError
-from mpift.transport.lane import Started
-from mpift.transport.mailbox import Mailbox
 from mpift.transport.messages import Kind, Message
+from mpift.transport.parcels import Parcel
+from mpift.transport.part import Post
 from mpift.transport.world import World
 
-_TAG = 2  # on the control communicator; messages have another
+_NOTHING = np.empty(0, np.uint8)
 _AGAIN_SECONDS = 0.002
 
 
@@ -64,29 +64,18 @@ class _Fetch:
 
 
 class Records:
-    """See the module's docstring."""
+    """See the module's docstring. ``away``: whether this rank waits in an operation."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        call: Callable[[Callable[[], None]], None],
-        away: Callable[[], bool],
-        hurry: Callable[[], None],
-    ) -> None:
-        self._hurry = hurry
+    def __init__(self, post: Post, away: Callable[[], bool]) -> None:
+        self._post = post
         self._away = away
-        self._mailbox = mailbox
-        self._call = call
         self._world: World
         self._sources: dict[int, Callable[[int], bool | None]] = {}
         self._kept: dict[tuple[int, int], np.ndarray] = {}
         self._lock = threading.Lock()
         self._fetch: _Fetch | None = None
-        self._going: list[Started] = []
-        self._coming: Started | None = None
-        self._quarantine: list[Started] = []
-        mailbox.register(Kind.RECORD_WANTED, self._give)
-        mailbox.register(Kind.RECORD, self._take)
+        post.mailbox.register(Kind.RECORD_WANTED, self._give)
+        post.parcels.register(Kind.RECORD, self._take)
 
     def open(self, lane: int, is_own: Callable[[int], bool | None]) -> None:
         """Answer for ``lane`` too: ``is_own(round)`` says whether this rank runs its own code for a
@@ -116,7 +105,7 @@ class Records:
             self._fetch = fetch
             self._restart()
 
-        self._call(begin)
+        self._post.call(begin)
         fetch.done.wait()
         if fetch.withheld:
             raise RecordWithheldError(f"the record of round {round_} comes after an operation")
@@ -141,7 +130,7 @@ class Records:
         if fetch.to_ask:
             fetch.asked = fetch.to_ask.pop(0)
             text = f"{fetch.lane} {fetch.round}"
-            self._mailbox.send(Kind.RECORD_WANTED, text, [fetch.asked])
+            self._post.mailbox.send(Kind.RECORD_WANTED, text, [fetch.asked])
             return
         here = self._world.member
         others = set(self._world.view.members) - {here}
@@ -154,26 +143,26 @@ class Records:
         else:
             fetch.again_at = time.monotonic() + _AGAIN_SECONDS
 
-    def _take(self, message: Message) -> None:
-        lane, round_, answer, size = map(int, message.text.split())
+    def _take(self, parcel: Parcel) -> None:
+        lane, round_, answer = map(int, parcel.text.split())
         fetch = self._fetch
         asked = fetch is not None and (fetch.lane, fetch.round) == (lane, round_)
-        if fetch is None or not asked or fetch.asked != message.sender:
+        if fetch is None or not asked or fetch.asked != parcel.sender:
             return
         if answer == Answer.HERE:
-            data = np.empty(size, np.uint8)
-            source = self._world.view.rank_of(message.sender)
-            request = self._world.control.Irecv(data, source=source, tag=_TAG)
-            self._coming = Started(request, (data,))
+            # At once, for whoever asks next: the rank that gave it may die now.
+            with self._lock:
+                self._kept[lane, round_] = parcel.data
+            self._end(parcel.data)
             return
-        fetch.late.discard(message.sender)
-        fetch.away.discard(message.sender)
+        fetch.late.discard(parcel.sender)
+        fetch.away.discard(parcel.sender)
         if answer == Answer.MISSED:
-            fetch.missed.add(message.sender)
+            fetch.missed.add(parcel.sender)
         elif answer == Answer.LATE:
-            fetch.late.add(message.sender)
+            fetch.late.add(parcel.sender)
         elif answer == Answer.AWAY:
-            fetch.away.add(message.sender)
+            fetch.away.add(parcel.sender)
         self._ask_next()
 
     def _end(self, found: np.ndarray | None) -> None:
@@ -185,59 +174,41 @@ class Records:
     # -- answering ---------------------------------------------------------------------------------
 
     def _give(self, message: Message) -> None:
-        self._hurry()
+        self._post.hurry()
         lane, round_ = map(int, message.text.split())
         with self._lock:
             record = self._kept.get((lane, round_))
-        if record is not None:
-            rank = self._world.view.rank_of(message.sender)
-            self._answer(message, Answer.HERE, record.nbytes)
-            request = self._world.control.Isend(record, dest=rank, tag=_TAG)
-            self._going.append(Started(request, (record,), sends=True))
-            return
+        answer = self._without(lane, round_) if record is None else Answer.HERE
+        data = _NOTHING if record is None else record
+        text = f"{lane} {round_} {int(answer)}"
+        self._post.parcels.send(Kind.RECORD, message.sender, text, data)
+
+    def _without(self, lane: int, round_: int) -> Answer:
+        """Why there is no record of this round here."""
         fetch = self._fetch
         own = self._sources[lane](round_) if lane in self._sources else None
         if fetch is not None and fetch.own and (fetch.lane, fetch.round) == (lane, round_):
-            answer = Answer.LATE
-        elif own is None:
-            answer = Answer.NOT_YET
-        elif own:
-            answer = Answer.AWAY if self._away() else Answer.NOT_YET
-        else:
-            answer = Answer.MISSED
-        self._answer(message, answer, 0)
-
-    def _answer(self, message: Message, answer: Answer, size: int) -> None:
-        text = f"{message.text} {int(answer)} {size}"
-        self._mailbox.send(Kind.RECORD, text, [message.sender])
+            return Answer.LATE
+        if own is None:
+            return Answer.NOT_YET
+        if own:
+            return Answer.AWAY if self._away() else Answer.NOT_YET
+        return Answer.MISSED
 
     # -- the service's loop ------------------------------------------------------------------------
 
     @property
     def requests(self) -> Sequence[Any]:
-        coming = [] if self._coming is None else [self._coming.request]
-        return [*coming, *(started.watched for started in self._going)]
+        return ()
 
     def complete(self, positions: Sequence[int]) -> None:
-        offset = 0 if self._coming is None else 1
-        for position in sorted(positions, reverse=True):
-            if position >= offset:
-                del self._going[position - offset]
-        if offset and 0 in positions:
-            started, self._coming = self._coming, None
-            fetch = self._fetch
-            assert started is not None
-            assert fetch is not None
-            # At once, for whoever asks next: the rank that gave it may die now.
-            with self._lock:
-                self._kept[fetch.lane, fetch.round] = started.buffers[0]
-            self._end(started.buffers[0])
+        pass
 
     def turn(self, now: float) -> None:
         fetch = self._fetch
         if fetch is not None:
-            self._hurry()
-        if fetch is None or self._coming is not None or fetch.asked is not None:
+            self._post.hurry()
+        if fetch is None or fetch.asked is not None:
             return
         if now >= fetch.again_at:
             here = self._world.member
@@ -246,9 +217,7 @@ class Records:
             self._ask_next()
 
     def fault(self) -> None:
-        coming = [] if self._coming is None else [self._coming]
-        self._quarantine += [*coming, *self._going]
-        self._coming, self._going = None, []
+        pass
 
     def install(self, world: World) -> None:
         self._world = world

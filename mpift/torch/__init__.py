@@ -1,7 +1,16 @@
 """The Horovod-compatible face for PyTorch: ``import mpift.torch as hvd``."""
 
 from mpift import init, is_initialized, rank, report, shutdown, size
-from mpift.errors import MpiftError
+from mpift.errors import (
+    KeyLostError,
+    MpiftError,
+    StalePushError,
+    StaleVersionError,
+    VersionTimeoutError,
+)
+from mpift.parameter_server import SGD, Adagrad
+from mpift.torch import elastic
+from mpift.torch.async_optimizer import AsyncDistributedOptimizer
 from mpift.torch.basics import (
     ccl_built,
     cross_rank,
@@ -38,6 +47,7 @@ from mpift.torch.operations import (
     broadcast_,
 )
 from mpift.torch.optimizer import DistributedOptimizer
+from mpift.torch.parameter_server import ParameterServer
 from mpift.torch.reduce_ops import Average, Max, Min, Product, ReduceOp, Sum
 from mpift.torch.sampler import ElasticSampler
 
@@ -45,18 +55,26 @@ from mpift.torch.sampler import ElasticSampler
 HorovodInternalError = MpiftError
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "AsyncDistributedOptimizer",
     "Average",
     "Compression",
     "Compressor",
     "DistributedOptimizer",
     "ElasticSampler",
     "HorovodInternalError",
+    "KeyLostError",
     "Max",
     "Min",
     "MpiftError",
+    "ParameterServer",
     "Product",
     "ReduceOp",
+    "StalePushError",
+    "StaleVersionError",
     "Sum",
+    "VersionTimeoutError",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -73,6 +91,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "digest",
+    "elastic",
     "epoch",
     "gloo_built",
     "gloo_enabled",
@@ -115,7 +134,6 @@ _NOT_YET = {
     "Adasum": "use Average",
     "join": "a rank that leaves its loop counts as joined by itself",
     "SyncBatchNorm": "use torch.nn.BatchNorm",
-    "elastic": "a fault needs no code here; for data there is ElasticSampler",
     "ProcessSet": "use mpift.Communicator on a part of the launch",
     "global_process_set": "leave it out",
 }

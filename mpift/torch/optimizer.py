@@ -47,6 +47,7 @@ class DistributedMixin:
         if closure is not None:
             loss = own_step(self._reducing(closure))
         elif self._mpift_skip and not (reducer.synchronized or reducer.declined):
+            reducer.verification.settle()
             return own_step()  # of gradients that are this rank's own affair
         else:
             touched = reducer.synchronized or reducer.declined
@@ -159,6 +160,7 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     patience: float | str | None = None,
     late: str | None = None,
     max_lag: int | None = None,
+    verify_every: int | None = None,
 ) -> Any:
     """Make ``optimizer`` average its gradients over all ranks; returns the same object.
 
@@ -177,10 +179,37 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     is waited for. None stands for what the settings say: majority, ``sync_timeout`` seconds, carry,
     4 rounds. With a second distributed optimizer the rounds of both wait for all ranks.
 
+    Every ``verify_every`` rounds the ranks compare hashes of their parameters and optimizer state;
+    0 never, None as the settings say. A rank that deviates from most others takes over their state;
+    if no state has a majority, ``InconsistentError`` is raised in ``step`` on all ranks.
+
     Raises ``ValueError`` or ``ConfigError`` for wrong arguments, ``MismatchError`` if ranks hold
     other parameters, and ``GradientError`` for gradients that can't be reduced.
     """
     compressor = compressor_of(compression)
+    _check(optimizer, op, gradient_predivide_factor)
+    config = runtime.current().config
+    rules = _rules(config, quorum, patience, late, max_lag)
+    reducer = Reducer(
+        optimizer,
+        name_parameters(optimizer, named_parameters),
+        op,
+        _positive(backward_passes_per_step, "backward_passes_per_step"),
+        gradient_predivide_factor,
+        sparse_as_dense,
+        rules,
+        compressor,
+        _natural(config.verify_every if verify_every is None else verify_every, "verify_every"),
+    )
+    amp.install()
+    _distribute(optimizer, reducer)
+    return optimizer
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, op: ReduceOp, gradient_predivide_factor: float
+) -> None:
+    """Raise ``ValueError`` for what is not available."""
     if op not in (Average, Sum):
         raise ValueError(f"op {op} is not available for gradients: use Average or Sum")
     if not 0 < gradient_predivide_factor < float("inf"):
@@ -191,20 +220,6 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
         raise ValueError("LBFGS steers by the local loss, so ranks would part: it is not supported")
     if isinstance(optimizer, DistributedMixin):
         raise ValueError("this optimizer is distributed already")
-    rules = _rules(runtime.current().config, quorum, patience, late, max_lag)
-    reducer = Reducer(
-        optimizer,
-        name_parameters(optimizer, named_parameters),
-        op,
-        _positive(backward_passes_per_step, "backward_passes_per_step"),
-        gradient_predivide_factor,
-        sparse_as_dense,
-        rules,
-        compressor,
-    )
-    amp.install()
-    _distribute(optimizer, reducer)
-    return optimizer
 
 
 def _rules(
@@ -219,15 +234,19 @@ def _rules(
     late = config.late if late is None else late
     if late not in ("carry", "drop"):
         raise ValueError(f'late must be "carry" or "drop", not {late!r}')
-    lag = config.max_lag if max_lag is None else max_lag
-    if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
-        raise ValueError(f"max_lag must be a whole number of at least 0, not {max_lag!r}")
+    lag = _natural(config.max_lag if max_lag is None else max_lag, "max_lag")
     return RoundRules(
         parse_quorum(config.quorum if quorum is None else quorum),
         config.sync_timeout if waits == TIMEOUT else waits,
         late == "carry",
         lag,
     )
+
+
+def _natural(number: int, name: str) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, not {number!r}")
+    return number
 
 
 def _positive(number: int, name: str) -> int:

@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from mpift import runtime
 from mpift.devices.tensors import device_of
-from mpift.errors import GradientError, MismatchError
+from mpift.errors import GradientError
 from mpift.reduction.buckets import Bucket, Layout, ParameterSpec, lay_out
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.compressed import CompressedSum
 from mpift.reduction.gradients import GradientRounds, RoundRules
-from mpift.reduction.operations import Kind, Operation
 from mpift.reduction.records import RecordWithheldError
 from mpift.torch import amp
+from mpift.torch.alike import check_alike
 from mpift.torch.reduce_ops import Average, ReduceOp
 from mpift.torch.replica import Replica
+from mpift.torch.verification import Verification
 
 
 class Reducer:
@@ -47,6 +47,7 @@ class Reducer:
         sparse_as_dense: bool,
         rules: RoundRules,
         compressor: Compressor,
+        verify_every: int,
     ) -> None:
         self.names = names
         self.passes_per_step = passes_per_step
@@ -66,10 +67,17 @@ class Reducer:
         self._views: dict[int, tuple[np.ndarray, list[torch.Tensor]]] = {}
         self._layout = self._lay_out()
         self.workload = GradientRounds(self._layout, rules, self._compressed_sum)
-        self.replica = Replica(optimizer, self._runtime, self.workload, self._copy_out)
+        self.verification = Verification(
+            optimizer, self._runtime, self.workload, self.name_of, verify_every
+        )
+        self.replica = Replica(
+            optimizer, self._runtime, self.workload, self._copy_out, self.verification
+        )
         self.replica.parameters = self._parameters
         self._check_alike()
-        self.replica.lane = self._runtime.gradients.open(self.workload, self)
+        lane = self._runtime.gradients.open(self.workload, self)
+        self._runtime.examinations.open(lane, self.workload)
+        self.replica.lane = self.verification.lane = lane
         self._prepare()
 
     @property
@@ -88,7 +96,9 @@ class Reducer:
 
     def strike(self) -> None:
         """A place for the fault schedule."""
-        self._runtime.strike(self.replica.applied, "step")
+        step = self.replica.applied
+        for fault in self._runtime.strike(step, "step"):
+            self.verification.flip(fault.member, step)
 
     def use_scaler(self, scaler: Any) -> None:
         """The script scales its losses, so a late gradient has another scale than its round."""
@@ -105,18 +115,20 @@ class Reducer:
 
     def step_finished(self) -> None:
         """The inner optimizer has used the round's result, or there was no round."""
+        synchronized = self.synchronized
         if self.declined:
             amp.declined(self.replica.scaler)
-        elif self.synchronized:
-            self.replica.finish(self._own, self._waited)
         self.synchronized = self.declined = self.late = False
+        if synchronized:
+            self.replica.finish(self._own, self._waited)
         self._runtime.step_finished(self.replica.applied - 1)
 
     def step_skipped(self) -> None:
         """The script has left out the step of the round that it had synchronized."""
-        if self.synchronized:
-            self.replica.skip(self._own)
+        synchronized = self.synchronized
         self.synchronized = self.declined = self.late = False
+        if synchronized:
+            self.replica.skip(self._own)
 
     def catch_up(self) -> None:
         """Apply what is complete, but for a round that the script is about to apply itself."""
@@ -125,12 +137,17 @@ class Reducer:
             self.replica.replay(self.workload.completed)
 
     def make_room(self) -> None:
-        """If the others wait because this rank is too far behind: apply what is complete, but for
-        a round that its script has yet to deal with."""
+        """If the others wait because this rank is too far behind, or to examine states: apply what
+        is complete, but for a round that its script has yet to deal with. If that does not bring
+        it to where the others wait, they go on without an examination."""
         behind = self.workload.completed - self.replica.applied
-        if behind >= self.workload.rules.max_lag and not self.synchronized:
+        examined = self.verification.awaited
+        wanted = behind >= self.workload.rules.max_lag or examined >= self.replica.applied
+        if wanted and not self.synchronized:
             with contextlib.suppress(RecordWithheldError):  # tried again soon
                 self.replica.replay(self.workload.foreign)
+        if examined >= self.replica.applied:
+            self.verification.decline(examined)
 
     def flush(self, rounds: int) -> None:
         """Complete all rounds below ``rounds``, as all ranks do, and apply them."""
@@ -166,19 +183,9 @@ class Reducer:
 
     def _check_alike(self) -> None:
         """All ranks must reduce the same parameters; an error that says so beats a broken sum."""
-        lines = [f"{self.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self._parameters]
-        text = "\n".join([*lines, f"{self.workload.rules} {self._compressor}"])
-        mine = np.array(
-            [[xxhash.xxh3_64_intdigest(text.encode()) >> 1, len(self._parameters)]], dtype=np.int64
-        )
-        everybody = self._runtime.operate(Operation(Kind.ALLGATHER, mine))
-        for rank, row in enumerate(everybody):
-            if not np.array_equal(row, everybody[0]):
-                raise MismatchError(
-                    f"rank {rank} has other parameters than rank 0 ({row[1]} against"
-                    f" {everybody[0][1]} tensors, or other names, shapes or dtypes), or other"
-                    " rules for its rounds: build the same model and optimizer on every rank"
-                )
+        tensors = [f"{self.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self._parameters]
+        rules = f"{self.workload.rules} {self._compressor} {self.verification.every}"
+        check_alike(self._runtime, tensors, rules)
 
     def _prepare(self) -> None:
         """Hooks and counters for the present layout."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpift.core import history
 from mpift.core.membership import View
 from mpift.devices.tensors import device_of
 from mpift.reduction.buckets import Bucket, Layout, empty_bucket
@@ -22,6 +23,7 @@ from mpift.reduction.gradients import Delivered, GradientRounds
 from mpift.runtime import Runtime
 from mpift.torch import amp
 from mpift.torch.records import Record, decode, encode, set_settings, settings_of
+from mpift.torch.verification import Verification
 
 _ROUNDS_REPORTED = 1000
 
@@ -53,7 +55,8 @@ class _FollowsRounds:
 
 class Replica:
     """See the module's docstring. ``average`` writes a bucket's result into the ``p.grad`` of its
-    parameters; ``parameters`` are those of the layout."""
+    parameters; ``parameters`` are those of the layout. ``verification`` compares the state with
+    that of the others."""
 
     def __init__(
         self,
@@ -61,8 +64,10 @@ class Replica:
         runtime: Runtime,
         workload: GradientRounds,
         average: Callable[[Bucket, np.ndarray], None],
+        verification: Verification,
     ) -> None:
         self.applied = 0  # rounds
+        self.history = history.NO_HISTORY  # of those rounds
         self.reports: deque[RoundReport] = deque(maxlen=_ROUNDS_REPORTED)
         self._missed: list[View] = []  # the view of each round replayed since somebody looked
         self._without_round = 0  # steps since then that no round came of
@@ -74,6 +79,7 @@ class Replica:
         self._runtime = runtime
         self._workload = workload
         self._average = average
+        self.verification = verification
         self._schedulers: list[Any] = []
         self._settings = settings_of(optimizer)  # of the last applied round
 
@@ -120,6 +126,7 @@ class Replica:
 
         A rank that was ``late`` goes by the record of one that was not, since its script's counters
         may be behind. ``touched``: the script may have changed ``p.grad``."""
+        self.verification.settle()
         self._settings = settings_of(self._optimizer)
         self.touches = self.touches or touched
         if late and self._is_wanted(round_):
@@ -154,10 +161,12 @@ class Replica:
                 replayed,
             )
         )
+        self.history = history.extended(self.history, round_, delivered.epoch)
         self._runtime.see_round(delivered.epoch)
         self._runtime.steps_applied += 1
         self._workload.applied(round_)
         self.applied = round_ + 1
+        self.verification.round_applied(round_, delivered.alarm)
 
     def skip(self, round_: int) -> None:
         """The script did not step: the round is applied without a change."""
@@ -191,6 +200,7 @@ class Replica:
             self._replay(self.applied)
 
     def _replay(self, round_: int) -> None:
+        self.verification.settle()
         local = [parameter.grad for parameter in self.parameters]
         try:
             data = self._runtime.gradients.records.fetch(self.lane, round_)

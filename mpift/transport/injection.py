@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import psutil
 
-from mpift.core.chaos import ON_HEARTBEATS, VERBS, Fault, Schedule
+from mpift.core.chaos import ON_HEARTBEATS, ON_STATE, VERBS, Fault, Schedule
 from mpift.transport.heartbeat import Impairment
 
 
@@ -35,17 +35,23 @@ class Injector:
         self._warn = warn
         self._reported: set[Fault] = set()
 
-    def strike(self, step: int, point: str) -> None:
-        """This rank is at this place: whatever is due happens now."""
+    def strike(self, step: int, point: str) -> Sequence[Fault]:
+        """This rank is at this place: whatever is due happens now. Returns what the caller has to
+        carry out: faults of the state that it trains, which can't be reached from here."""
         if not self._schedule.faults:
-            return
+            return ()
+        for_caller = []
         for fault in self._schedule.due(self._member, step, point):
             if fault not in self._reported:
                 self._reported.add(fault)
                 self._report(fault, step)
             elif not VERBS[fault.verb].lasts:
                 continue  # the same place once more, as after a closure's second evaluation
-            self._carry_out(fault)
+            if fault.verb in ON_STATE:
+                for_caller.append(fault)
+            else:
+                self._carry_out(fault)
+        return for_caller
 
     def impairment(self, step: int) -> Impairment:
         """What befalls the heartbeats that are sent in this step."""

@@ -45,10 +45,20 @@ class Kind(enum.IntEnum):
     LANE_END = 10
     # "Give me your record of this round": lane, round.
     RECORD_WANTED = 11
-    # The answer: lane, round, what it is, and how many bytes follow.
+    # The answer: lane, round, what it is, and the record with it.
     RECORD = 12
     # A word of the three-phase commit.
     COMMIT = 13
+    # What the sender holds after a round: lane, round, 64 bits of a hash.
+    DIGEST = 15
+    # "Give me these bytes of an array": request, state, array, its size, offset, length.
+    STRIPE_WANTED = 16
+    # The answer: request, what it is, and the bytes with it.
+    STRIPE = 17
+    # "I wait for you, to compare our states": lane, round.
+    EXAMINATION = 18
+    # A letter between clients and holders of a parameter server, or a part of one.
+    PARAMETERS = 20
 
 
 # Kinds that are true whatever the view is.

@@ -132,8 +132,13 @@ class Service:
         need not wait for its gradients."""
         if away != self.away:
             self.away = away
-            for lane in range(1, len(self.lanes)):
-                self._feed_lane(lane, rounds.WentAway() if away else rounds.CameBack())
+            for lane in self._lanes_of_gradients:
+                lane.feed(self.world, rounds.WentAway() if away else rounds.CameBack())
+
+    @property
+    def _lanes_of_gradients(self) -> list[Lane]:
+        """Those whose rounds may do without a rank."""
+        return [lane for lane in self.lanes if lane.workload.rules is not None]
 
     def join_all(self) -> None:
         """This rank has left its loops: zeros from now on, and the end once all have joined."""
@@ -173,7 +178,8 @@ class Service:
         """On the service thread: give the next lane its workload. If its communicator does not
         exist yet, all communicators are made anew."""
         index = len(self.lanes)
-        strike = self._hooks.strike if index else (lambda _round, _point: None)
+        rules = workload.rules
+        strike = self._hooks.strike if rules is not None else (lambda _round, _point: None)
         lane = Lane(
             index,
             workload,
@@ -182,8 +188,8 @@ class Service:
             self.closings.announce,
         )
         self.lanes.append(lane)
-        if workload.rules is not None:
-            self.closings.open(index, workload.rules)
+        if rules is not None:
+            self.closings.open(index, rules)
         self._rebuild_wanted = index >= len(self.world.lane_comms)
         return index
 
@@ -195,7 +201,7 @@ class Service:
     @property
     def step(self) -> int:
         """The round that this rank is in: the furthest of its optimizers'."""
-        return max((lane.rounds.completed for lane in self.lanes[1:]), default=0)
+        return max((lane.rounds.completed for lane in self._lanes_of_gradients), default=0)
 
     @property
     def progress(self) -> int:
@@ -274,8 +280,10 @@ class Service:
             requests += part.requests
             counts.append(len(part.requests))
         first_of_lanes = len(requests)
+        counts_of_lanes = []
         for lane in self.lanes:
             requests += lane.requests
+            counts_of_lanes.append(len(lane.requests))
         if self._leave_barrier is not None:
             requests.append(self._leave_barrier)
         done = set(self.world.test_some(requests))
@@ -292,8 +300,8 @@ class Service:
             if mine:
                 part.complete(mine)
         start = first_of_lanes
-        for lane in self.lanes:
-            start, mine = _share(done, start, len(lane.requests))
+        for lane, count in zip(self.lanes, counts_of_lanes, strict=False):
+            start, mine = _share(done, start, count)
             if mine:
                 lane.complete(self.world, mine)
         return True

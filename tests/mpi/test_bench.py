@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from mpift.bench import verify
 from mpift.bench.straggler import Plan, measure
 
 
@@ -53,3 +54,14 @@ def test_late_ranks_are_measured_and_all_end_with_the_same_bits() -> None:
     assert 0.66 < row.participation < 1
     assert min(row.majority, row.synchronous, report.persistent) > 0
     assert report.named == report.slow_member == 2
+
+
+def test_verification_is_measured_on_both_models_with_all_its_checks() -> None:
+    report = verify.measure(verify.make_plan(2, every=2, rounds=1, steps=2))
+    assert [row.cost.checks for row in report.rows] == [10, 1]
+    for row in report.rows:
+        assert row.cost.step > 0
+        assert row.cost.cpu > 0
+        assert row.cost.ratio > 1
+    # Parameters and momentum; parameters, two moments and what counts their steps.
+    assert [row.state_bytes // row.parameters for row in report.rows] == [8, 12]

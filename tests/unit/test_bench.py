@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpift.bench import step, straggler
+from mpift.bench import step, straggler, verify
 from mpift.bench.models import MODELS
 from mpift.bench.spread import Spread, ratios, spread_of
 from mpift.cli import main
@@ -292,3 +292,80 @@ def test_wrong_words_are_refused_before_anything_is_run(
 ) -> None:
     assert call_straggler(monkeypatch, four_ranks(), *words) == (2, [])
     assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+# -- verification ----------------------------------------------------------------------------------
+
+
+def two_verified_ranks() -> verify.VerifyReport:
+    """Two turns of 20 steps of the GPT and 200 of the CNN, with a check every 10."""
+    first = {
+        "parameters": 10,
+        "state_bytes": 80,
+        "checks": 40,
+        "waited_seconds": 4.0,
+        "cpu_seconds": 8.0,
+        "on_seconds": [1.0, 3.0],
+        "off_seconds": [1.0, 2.0],
+    }
+    second = {**first, "waited_seconds": 0.0, "on_seconds": [2.0, 2.0], "off_seconds": [2.0, 1.0]}
+    cheap = {**first, "waited_seconds": 0.0, "cpu_seconds": 0.0, "checks": 4}
+    by_rank = [
+        {"models": {"digits": first, "chargpt": cheap}, "message_cpu_seconds": 0.0},
+        {"models": {"digits": second, "chargpt": cheap}, "message_cpu_seconds": 0.2},
+    ]
+    return verify.report(verify.make_plan(2, 10, 2, 20), 1, by_rank)
+
+
+def test_what_verification_costs_is_its_wait_and_its_processor_time_over_the_step() -> None:
+    digits, chargpt = two_verified_ranks().rows
+    # Rank 0: 4 s and 8 s in 400 steps of 2 s. Rank 1: no wait, and 40 messages of 0.2 s more.
+    assert digits.cost.ratio == pytest.approx(1 + 0.04 / 2)
+    assert (digits.cost.cpu, digits.cost.message) == pytest.approx((0.04, 0.02))
+    assert (digits.cost.waited, digits.cost.checks) == (0.0, 40)
+    # Nothing but messages.
+    assert chargpt.cost.ratio == pytest.approx(1 + 0.02 / 2)
+
+
+def test_the_dearest_model_and_rank_stand_for_all_in_the_json() -> None:
+    figures = json.loads(json.dumps(two_verified_ranks().as_json()))
+    assert figures["ranks"] == 2
+    assert figures["ratio"] == pytest.approx(1.02)
+    digits, chargpt = figures["models"]
+    assert (digits["model"], chargpt["model"]) == ("digits", "chargpt")
+    assert digits["ratio"] == figures["ratio"]
+    assert digits["step_seconds"] == 2.0
+    # The slowest rank in each turn: 2/2 and 3/2.
+    assert (digits["on_seconds"], digits["off_seconds"]) == (2.5, 2.0)
+    assert digits["spread"]["on_to_off"]["median"] == 1.25
+    assert (figures["verify_every"], figures["rounds"], figures["steps"]) == (10, 2, 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"), [((1,), "at least 2"), ((2, 10, 1, 15), "a multiple")]
+)
+def test_a_plan_without_whole_checks_or_others_is_refused(
+    words: tuple[int, ...], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        verify.make_plan(*words)
+
+
+def test_the_verify_command_shows_a_row_a_model_and_writes_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked: list[verify.Plan] = []
+
+    def measure(plan: verify.Plan) -> verify.VerifyReport:
+        asked.append(plan)
+        return two_verified_ranks()
+
+    monkeypatch.setattr(verify, "measure", measure)
+    file = tmp_path / "verify.json"
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "verify", "-np", "3", "--steps", "30", "--json", str(file)])
+    assert (left.value.code, asked) == (0, [verify.make_plan(3, steps=30)])
+    assert json.loads(file.read_text())["ratio"] == pytest.approx(1.02)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1.0200 times the step without" in shown
+    assert "digits 1.250" in shown

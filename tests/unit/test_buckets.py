@@ -27,7 +27,7 @@ def test_every_parameter_has_one_place_of_its_own_and_counts_besides(
     assert sorted(placed) == list(range(len(specs)))
     for bucket in layout.buckets:
         assert len({specs[slot.parameter].dtype for slot in bucket.slots}) == 1
-        taken: list[int] = [bucket.late, bucket.participation]
+        taken: list[int] = [bucket.late, bucket.alarm, bucket.participation]
         for slot in bucket.slots:
             assert slot.stop - slot.start == specs[slot.parameter].elements
             taken += [*range(slot.start, slot.stop), slot.used]
@@ -59,7 +59,7 @@ def one_bucket() -> Layout:
 def test_what_found_no_round_is_added_to_the_next_gradient() -> None:
     contributions = Contributions(one_bucket())
     given = contributions.buffers[0]
-    given[:] = 2, 2, 2, 1, 0, 1
+    given[:] = 2, 2, 2, 1, 0, 0, 1
     contributions.carry(0)
     assert not np.shares_memory(contributions.buffers[0], given)
     target, add = contributions.target(0, withheld=False)
@@ -73,11 +73,11 @@ def test_a_gradient_that_is_withheld_is_carried_with_counts_of_one() -> None:
     target, add = contributions.target(0, withheld=True)
     assert not add
     assert target is not contributions.buffers[0]
-    target[:] = 1, 2, 3, 1, 0, 1
+    target[:] = 1, 2, 3, 1, 0, 1, 1
     assert contributions.target(0, withheld=True) == (target, True)
-    contributions.buffers[0][:] = 4, 4, 4, 1, 1, 1
+    contributions.buffers[0][:] = 4, 4, 4, 1, 1, 1, 1
     contributions.carry(0)
-    assert contributions.target(0, withheld=False)[0].tolist() == [5, 6, 7, 1, 1, 1]
+    assert contributions.target(0, withheld=False)[0].tolist() == [5, 6, 7, 1, 1, 1, 1]
 
 
 def test_what_is_carried_can_be_forgotten() -> None:

@@ -58,6 +58,8 @@ def test_a_fault_in_a_rebuild_is_due_in_the_first_rebuild_after_its_step() -> No
         ("drop:1@5-9:1.5", "drop takes a probability above 0, at most 1, not '1.5'"),
         ("drop:1@5-9:nan", "drop takes a probability"),
         ("reset:1@5:7", "reset takes nothing, not '7'"),
+        ("flip:1@5:7", "flip takes nothing, not '7'"),
+        ("flip:1@5-9", "flip has one step only, as in flip:2@50"),
     ],
 )
 def test_a_wrong_schedule_is_refused_with_the_item_named(text: str, part: str) -> None:

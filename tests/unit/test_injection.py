@@ -81,3 +81,14 @@ def test_no_python_runs_while_the_lock_is_held() -> None:
     # At the edges the other thread may have its turn just before or after the call.
     assert not [t for t in ticks if begin + 0.05 < t < end - 0.05]
     assert end - begin >= 0.3
+
+
+def test_a_fault_of_what_is_trained_is_left_to_the_caller_once() -> None:
+    made, told = injector("flip:1@3,flip:2@3")
+    assert [[str(fault) for fault in made.strike(step, "step")] for step in (2, 3, 3, 4)] == [
+        [],
+        ["flip:1@3"],
+        [],
+        [],
+    ]
+    assert told == [("flip:1@3", 3)]

@@ -103,7 +103,7 @@ def test_a_result_is_handed_over_even_after_the_layout_changed() -> None:
     complete_all(world, comm, lane)
     workload.relayout(lay_out([ParameterSpec("q", 3, "float32")], 40, 40))
     lane.set_buckets(1)
-    assert lane.report() == LaneReport(1, 0, 0, 2 * 13 * 4, 0, 0)
+    assert lane.report() == LaneReport(1, 0, 0, 2 * 14 * 4, 0, 0)
     assert all((result[:10] == 5).all() for result in workload.result_to_give())
 
 
@@ -113,7 +113,7 @@ def test_a_hand_over_that_breaks_off_leaves_no_buffer_behind() -> None:
     lane.feed(world, lockstep.Contributed(0))
     lane.fault(world)
     world.view = View(1, (0, 1))
-    giver = Report(1, 0, (LaneReport(1, 0, 0, 13 * 4, 0, 0),))
+    giver = Report(1, 0, (LaneReport(1, 0, 0, 14 * 4, 0, 0),))
     lane.reconcile(world, (Report(0, 0, (lane.report(),)), giver))
     (taken,) = comm.taken
     lane.fault(world)  # the giver dies in the middle of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpift.reduction.buckets import ParameterSpec, empty_bucket, lay_out
 from mpift.reduction.records import Answer, Records, RecordWithheldError
 from mpift.torch.records import Record, decode, encode, set_settings, settings_of
 from mpift.transport.messages import Kind, Message
+from mpift.transport.parcels import Parcel
 from mpift.transport.solo import SoloWorld
 
 # -- what is in them -------------------------------------------------------------------------------
@@ -53,36 +55,38 @@ def test_settings_of_one_optimizer_become_those_of_another() -> None:
 # -- who is asked ----------------------------------------------------------------------------------
 
 
-class Post:
-    """A mailbox that keeps what is sent, and a world of four of which this rank is member 1."""
+class Asking:
+    """Records of member 1 of four, and what they send."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, str, int]] = []
-        self.handlers: dict[Kind, Callable[[Message], None]] = {}
+        self.given: list[np.ndarray] = []
+        self.handlers: dict[Kind, Callable[[Any], None]] = {}
         self.world: Any = SoloWorld()
         self.world.member, self.world.view = 1, View(0, (0, 1, 2, 3))
-        self.world.control = self
         self.away = False
-        self.records = Records(self, lambda function: function(), lambda: self.away, lambda: None)  # type: ignore[arg-type]
+        post: Any = SimpleNamespace(
+            mailbox=SimpleNamespace(register=self.handlers.__setitem__, send=self.send),
+            parcels=SimpleNamespace(register=self.handlers.__setitem__, send=self.give),
+            call=lambda function: function(),
+            hurry=lambda: None,
+        )
+        self.records = Records(post, lambda: self.away)
         self.records.install(self.world)
-        self.transfers: list[np.ndarray] = []
-
-    def register(self, kind: Kind, handler: Callable[[Message], None]) -> None:
-        self.handlers[kind] = handler
 
     def send(self, kind: Kind, text: str, members: list[int]) -> None:
         self.sent += [(kind, text, member) for member in members]
 
-    def Isend(self, data: np.ndarray, dest: int, tag: int) -> object:
-        self.transfers.append(data)
-        return object()
+    def give(self, kind: Kind, member: int, text: str, data: np.ndarray) -> None:
+        self.given.append(data)
+        self.sent.append((kind, text, member))
 
-    def Irecv(self, data: np.ndarray, source: int, tag: int) -> object:
-        self.transfers.append(data)
-        return object()
+    def hear_request(self, sender: int, text: str) -> None:
+        self.handlers[Kind.RECORD_WANTED](Message(Kind.RECORD_WANTED, 0, sender, text))
 
-    def hear(self, kind: Kind, sender: int, text: str) -> None:
-        self.handlers[kind](Message(kind, 0, sender, text))
+    def hear_answer(self, sender: int, answer: int, *values: int) -> None:
+        data = np.array(values, np.uint8)
+        self.handlers[Kind.RECORD](Parcel(Kind.RECORD, sender, f"1 7 {answer}", data))
 
     def fetch(self, own: bool = False) -> tuple[threading.Thread, list[Any]]:
         found: list[Any] = []
@@ -102,44 +106,44 @@ class Post:
     def answers(self, *answers: tuple[int, int]) -> None:
         for member, answer in answers:
             assert self.sent[-1] == (Kind.RECORD_WANTED, "1 7", member)
-            self.hear(Kind.RECORD, member, f"1 7 {answer} 0")
+            self.hear_answer(member, answer)
 
 
 MISSED, NOT_YET, HERE, LATE, AWAY = map(int, Answer)
 
 
 def test_the_others_are_asked_in_turn_until_one_has_it() -> None:
-    post = Post()
-    thread, found = post.fetch()
-    post.answers((2, NOT_YET), (3, MISSED))
-    post.hear(Kind.RECORD, 0, f"1 7 {HERE} 4")
-    post.transfers[0][:] = 1, 2, 3, 4
-    post.records.complete([0])
+    asking = Asking()
+    thread, found = asking.fetch()
+    asking.answers((2, NOT_YET), (3, MISSED))
+    asking.hear_answer(0, HERE, 1, 2, 3, 4)
     thread.join(5)
     assert found[0].tolist() == [1, 2, 3, 4]
+    asking.hear_request(3, "1 7")  # who got it gives it, at once
+    assert asking.given[0].tolist() == [1, 2, 3, 4]
 
 
 def test_nobody_is_left_who_knows_only_if_all_others_missed_it_too() -> None:
-    post = Post()
-    thread, found = post.fetch()
-    post.answers((2, MISSED), (3, NOT_YET), (0, MISSED))
+    asking = Asking()
+    thread, found = asking.fetch()
+    asking.answers((2, MISSED), (3, NOT_YET), (0, MISSED))
     assert not found
-    post.records.turn(float("inf"))  # a little later only those are asked that may have it
-    post.answers((3, MISSED))
+    asking.records.turn(float("inf"))  # a little later only those are asked that may have it
+    asking.answers((3, MISSED))
     thread.join(5)
     assert found == [None]
 
 
 def test_after_a_fault_everybody_is_asked_again() -> None:
-    post = Post()
-    thread, found = post.fetch()
-    post.answers((2, MISSED), (3, MISSED))
-    post.records.fault()
-    post.world.view = View(1, (1, 2, 3))
-    post.records.install(post.world)
-    post.answers((2, MISSED))
+    asking = Asking()
+    thread, found = asking.fetch()
+    asking.answers((2, MISSED), (3, MISSED))
+    asking.records.fault()
+    asking.world.view = View(1, (1, 2, 3))
+    asking.records.install(asking.world)
+    asking.answers((2, MISSED))
     assert not found
-    post.answers((3, MISSED))
+    asking.answers((3, MISSED))
     thread.join(5)
     assert found == [None]
 
@@ -148,17 +152,17 @@ def test_after_a_fault_everybody_is_asked_again() -> None:
 def test_of_those_who_were_all_late_the_lowest_member_goes_by_its_own(
     other: int, counts: bool
 ) -> None:
-    post = Post()
-    thread, found = post.fetch(own=True)
-    post.answers(*((m, LATE if m == other else MISSED) for m in (2, 3, 0)))
+    asking = Asking()
+    thread, found = asking.fetch(own=True)
+    asking.answers(*((m, LATE if m == other else MISSED) for m in (2, 3, 0)))
     thread.join(5 if counts else 0.05)
     assert found == ([None] if counts else [])
 
 
 def test_a_record_that_comes_after_an_operation_is_not_waited_for() -> None:
-    post = Post()
-    thread, found = post.fetch()
-    post.answers((2, NOT_YET), (3, AWAY), (0, MISSED))
+    asking = Asking()
+    thread, found = asking.fetch()
+    asking.answers((2, NOT_YET), (3, AWAY), (0, MISSED))
     thread.join(5)
     assert isinstance(found[0], RecordWithheldError)
 
@@ -168,22 +172,23 @@ def test_a_record_that_comes_after_an_operation_is_not_waited_for() -> None:
     [(None, True, NOT_YET), (True, False, NOT_YET), (True, True, AWAY), (False, True, MISSED)],
 )
 def test_a_rank_without_a_record_says_why(own: bool | None, away: bool, expected: int) -> None:
-    post = Post()
-    post.away = away
-    post.records.open(1, lambda _round: own)
-    post.hear(Kind.RECORD_WANTED, 3, "1 7")
-    assert post.sent == [(Kind.RECORD, f"1 7 {expected} 0", 3)]
+    asking = Asking()
+    asking.away = away
+    asking.records.open(1, lambda _round: own)
+    asking.hear_request(3, "1 7")
+    assert asking.sent == [(Kind.RECORD, f"1 7 {expected}", 3)]
+    assert not asking.given[0].nbytes
 
 
 def test_a_record_is_kept_for_as_many_rounds_as_somebody_may_be_behind() -> None:
-    post = Post()
+    asking = Asking()
     for round_ in range(10):
-        post.records.put(1, round_, np.array([round_], np.uint8), kept=3)
-    assert post.records.fetch(1, 6) is not None
-    post.hear(Kind.RECORD_WANTED, 3, "1 9")
-    assert post.sent == [(Kind.RECORD, "1 9 2 1", 3)]
-    assert post.transfers[0].tolist() == [9]
-    post.sent.clear()
-    post.records.open(1, lambda _round: False)
-    post.hear(Kind.RECORD_WANTED, 3, "1 5")
-    assert post.sent == [(Kind.RECORD, f"1 5 {MISSED} 0", 3)]
+        asking.records.put(1, round_, np.array([round_], np.uint8), kept=3)
+    assert asking.records.fetch(1, 6) is not None
+    asking.hear_request(3, "1 9")
+    assert asking.sent == [(Kind.RECORD, f"1 9 {HERE}", 3)]
+    assert asking.given[0].tolist() == [9]
+    asking.sent.clear()
+    asking.records.open(1, lambda _round: False)
+    asking.hear_request(3, "1 5")
+    assert asking.sent == [(Kind.RECORD, f"1 5 {MISSED}", 3)]

@@ -61,9 +61,9 @@ def test_another_layout_still_has_the_last_result_of_the_one_before() -> None:
     receive(results, 0)
     results.release(0)
     after = results.relayout(lay_out([ParameterSpec("b", 5, "float32")], 1, 1))
-    assert [array.size for array in after.last] == [6]
-    assert after.receive(0).size == 8
+    assert [array.size for array in after.last] == [7]
+    assert after.receive(0).size == 9
     after.complete(1)
     after.release(1)
-    assert [array.size for array in after.last] == [8]
-    assert after.receive(0).size == 8
+    assert [array.size for array in after.last] == [9]
+    assert after.receive(0).size == 9

@@ -106,3 +106,36 @@ def test_the_watchdog_is_told_of_every_turn_and_of_a_call_that_may_block(tmp_pat
     assert slot.beats > beats
     assert slot.phase is Phase.LEFT
     liveness.close()
+
+
+class Lane:
+    """A lane with one request, which notes what of its requests has completed."""
+
+    def __init__(self) -> None:
+        self.requests = [object()]
+        self.completed: list[int] = []
+
+    def complete(self, world: Any, positions: list[int]) -> None:
+        self.completed += positions
+
+
+class Messages:
+    """A part whose message lets the first lane start something."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.requests = [object()]
+        self._lane = lane
+
+    def complete(self, positions: list[int]) -> None:
+        self._lane.requests.append(object())
+
+
+def test_what_a_message_starts_in_one_lane_takes_no_completion_from_another() -> None:
+    service = Service(SoloWorld, Config(), Hooks(lambda *_: None, give_up, lambda *_: None))
+    first, second = Lane(), Lane()
+    service.lanes = [first, second]  # type: ignore[list-item]
+    service._parts = [Messages(first)]  # type: ignore[list-item]
+    service.world = SoloWorld()
+    service.world.test_some = lambda requests: [0, 2]  # type: ignore[method-assign]
+    assert service._poll()
+    assert (first.completed, second.completed) == ([], [0])
