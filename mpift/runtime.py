@@ -7,13 +7,14 @@ One runtime a process, since one thread owns MPI. ``start`` and ``shutdown`` are
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -26,13 +27,14 @@ from mpift.devices.probes import HostProbe
 from mpift.errors import ConfigError, ExitCode, MpiftError, NotInitializedError
 from mpift.observe import lines
 from mpift.observe.reporter import Reporter
+from mpift.parameter_server.hub import Hub
 from mpift.recovery.transfer import Transfer
 from mpift.reduction.calls import Calls, result_of
 from mpift.reduction.examinations import Examinations
 from mpift.reduction.lanes import GradientLanes
 from mpift.reduction.operations import Operation
 from mpift.transport import exits, startup
-from mpift.transport.agreements import Agreements, Subject
+from mpift.transport.agreements import Agreements
 from mpift.transport.detection import Detection
 from mpift.transport.detection import Hooks as DetectionHooks
 from mpift.transport.injection import Injector
@@ -45,6 +47,8 @@ from mpift.transport.world import MpiWorld, Rebuilt
 
 _FIRST_LANES = 3  # operations, one optimizer's gradients, and examinations
 _WORDS_CHARS = 200  # of a lost rank's last words, in the report of the new view
+
+_Part = TypeVar("_Part", bound=Part)
 
 _current: Runtime | None = None
 _lock = threading.Lock()
@@ -72,7 +76,7 @@ class Runtime:
         self._service = Service(
             lambda: _make_world(comm, config),
             config,
-            Hooks(self._view_changed, self._give_up, self._strike_service),
+            Hooks(self._view_changed, self._give_up, self.strike),
         )
         self._node: Node | None = None
         self._probe: HostProbe | None = None
@@ -96,12 +100,8 @@ class Runtime:
         )
         self._calls = Calls(self._service, self.member, self.gradients.make_room)
         self.waiting = self._calls.waiting
-        self.agreements = Agreements(
-            self._service.mailbox, self._service.call, self._service.hurry, lambda: self.config
-        )
-        self.attach(self.agreements)
-        self.transfer = Transfer(self.post)
-        self.attach(self.transfer)
+        self.agreements = self.attach(Agreements(self.post, lambda: self.config))
+        self.transfer = self.attach(Transfer(self.post))
         self.examinations = Examinations(self._service, self.member, self.on_service, self.waiting)
         atexit.register(_at_exit)
         with self._monitor.introduction():
@@ -204,29 +204,21 @@ class Runtime:
         service = self._service
         return Post(service.mailbox, service.parcels, service.call, service.hurry)
 
-    def attach(self, part: Part) -> None:
-        """Let the service's loop keep ``part`` going too."""
+    def attach(self, part: _Part) -> _Part:
+        """Let the service's loop keep ``part`` going too; returns it."""
         self.on_service(lambda: self._service.attach(part))
+        return part
 
-    def agree_on(self, subject: Subject) -> int:
-        """Let versions of ``subject`` be agreed on; all ranks open theirs in the same order."""
-        number: list[int] = []
-        self.on_service(lambda: number.append(self.agreements.open(subject)))
-        return number[0]
-
-    def report_repair(self, round_: int, differed: Mapping[str, int]) -> None:
-        """This rank's state was repaired after ``round_``; ``differed`` has bytes by piece."""
-        first, total = next(iter(differed)), sum(differed.values())
-        self.emit(events.RankRepaired, self.host, round_, first, len(differed), total)
+    @functools.cached_property
+    def hub(self) -> Hub:
+        """What serves parameter servers; all ranks have one before any of them makes the first."""
+        return self.attach(Hub(self.post))
 
     def leave_evicted(self, reason: str) -> NoReturn:
         """This rank is no use to the others, and ends; ``reason`` is said of it."""
         self._give_up(ExitCode.SCRIPT_FAILED, f"evicted: it {reason}")
 
     # -- faults ------------------------------------------------------------------------------------
-
-    def _strike_service(self, step: int, point: str) -> None:
-        self._injector.strike(step, point)
 
     def _report_fault(self, fault: chaos.Fault, step: int) -> None:
         self.emit(events.FaultInjected, str(fault), step)

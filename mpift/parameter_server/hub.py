@@ -7,6 +7,7 @@ kept until it has, or until the view ends.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections import deque
@@ -37,7 +38,7 @@ class Served(Protocol):
 
 
 class Hub:
-    """A part; ``number``, ``attach`` and ``work`` may be called from other threads."""
+    """A part; ``new_number`` and ``work`` may be called from other threads."""
 
     def __init__(self, post: Post) -> None:
         self.post = post
@@ -45,12 +46,17 @@ class Hub:
         self._letters = Letters(post.parcels, self._deliver)
         self._world: World
         self._served: dict[int, Served] = {}
+        self._numbers = itertools.count()
         self._opened = 0  # servers with lower numbers are open or closed
         self._early: list[Letter] = []
         self._own: deque[Letter] = deque()  # to this rank itself
         self._delivering = False
         self._worker = Worker(post.call)
         self.work = self._worker.work
+
+    def new_number(self) -> int:
+        """The number of the next server; all ranks make theirs in the same order."""
+        return next(self._numbers)
 
     def open(self, number: int, served: Served) -> None:
         """On the service thread: let ``served`` have what comes for the server of this number;

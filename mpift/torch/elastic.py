@@ -76,7 +76,7 @@ class TorchState:
         self._decided = 0
         self._unmatched: dict[int, Content | None] = {}  # decided before this rank had hashed it
         self._refusal = ""
-        self._number = self._runtime.agree_on(self)
+        self._runtime.on_service(self._open)
 
     # -- for the script ----------------------------------------------------------------------------
 
@@ -224,6 +224,10 @@ class TorchState:
             self._decided = max(self._decided, snapshot.version)
 
     # -- the agreement -----------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """On the service thread."""
+        self._number = self._runtime.agreements.open(self)
 
     def _offer(self, snapshot: _Snapshot, of_history: str) -> None:
         """On the hasher's thread: nobody writes to a copy."""

@@ -6,7 +6,6 @@ The face over ``mpift.parameter_server``: checks that all ranks build the same, 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from mpift.core import events
 from mpift.errors import MismatchError, NotInitializedError
 from mpift.parameter_server import ParameterServer as Server
 from mpift.parameter_server import Pushed, ServerOptimizer, Versioned
-from mpift.parameter_server.hub import Hub
 from mpift.parameter_server.optimizers import Assign
 from mpift.parameter_server.server import TIMEOUT_SECONDS, Surroundings
 from mpift.parameter_server.tables import Key, Table
@@ -56,8 +54,7 @@ class ParameterServer:
         self._runtime = current = runtime.current()
         arrays = {name: as_array(name, value) for name, value in values.items()}
         keys = tuple(Key(name, a.shape, a.dtype) for name, a in arrays.items())
-        hub, number = _hub_of(current)
-        table = Table(number, keys, optimizer or Assign(), staleness)
+        table = Table(current.hub.new_number(), keys, optimizer or Assign(), staleness)
         _check_alike(table)
         flat = [np.frombuffer(array.tobytes(), np.uint8) for array in arrays.values()]
         everything = _from_any_root(np.concatenate(flat) if flat else np.empty(0, np.uint8), 0)
@@ -66,8 +63,7 @@ class ParameterServer:
             stop = start + key.size * key.dtype.itemsize
             first.append(everything[start:stop].copy().view(key.dtype))
             start = stop
-        _numbers[current] = number + 1
-        surroundings = Surroundings(hub, current.member, self._report_lost, current.waiting)
+        surroundings = Surroundings(current.hub, current.member, self._report_lost, current.waiting)
         # All ranks see the same view here, that of the last operation.
         self.server = Server(table, first, current.view, surroundings)
         self._closed = False
@@ -157,19 +153,6 @@ def as_array(key: str, value: Value) -> np.ndarray:
     if array.dtype.hasobject:
         raise ValueError(f"{key!r} cannot be kept in a parameter server: it is no array of numbers")
     return array
-
-
-_hubs: weakref.WeakKeyDictionary[runtime.Runtime, Hub] = weakref.WeakKeyDictionary()
-_numbers: weakref.WeakKeyDictionary[runtime.Runtime, int] = weakref.WeakKeyDictionary()
-
-
-def _hub_of(current: runtime.Runtime) -> tuple[Hub, int]:
-    """The process's hub, and the number of the next server."""
-    if current not in _hubs:
-        hub = Hub(current.post)
-        current.attach(hub)
-        _hubs[current] = hub
-    return _hubs[current], _numbers.get(current, 0)
 
 
 def _check_alike(table: Table) -> None:

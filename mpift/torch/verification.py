@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
+from mpift.core import events
 from mpift.core.verification import Judgement, judge
 from mpift.errors import InconsistentError, TransferError
 from mpift.reduction.examinations import Place
@@ -175,7 +176,9 @@ class Verification:
         self.false_alarms += phase == 0
         if repaired:
             self.repairs += 1
-            self._runtime.report_repair(round_, repaired)
+            first, total = next(iter(repaired)), sum(repaired.values())
+            event = events.RankRepaired
+            self._runtime.emit(event, self._runtime.host, round_, first, len(repaired), total)
 
     def _meet(
         self, place: Place, tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray]

@@ -34,9 +34,9 @@ from mpift.core.commit_events import (
     Stale,
     TimedOut,
 )
-from mpift.transport.mailbox import Mailbox
 from mpift.transport.messages import Kind
 from mpift.transport.messages import Message as Letter
+from mpift.transport.part import Post
 from mpift.transport.world import World
 
 # Versions that a rank still answers for; nobody asks for one that so many others have followed.
@@ -82,19 +82,15 @@ class Agreements:
 
     def __init__(
         self,
-        mailbox: Mailbox,
-        call: Callable[[Callable[[], None]], None],
-        hurry: Callable[[], None],
+        post: Post,
         config: Callable[[], Config],
     ) -> None:
-        self._mailbox = mailbox
-        self._call = call
-        self._hurry = hurry
+        self._post = post
         self._config = config  # asked late: how large the job is is not known at first
         self._world: World
         self._topics: list[_Topic] = []
         self._early: list[Letter] = []  # about subjects that are not open here yet
-        mailbox.register(Kind.COMMIT, self._take)
+        post.mailbox.register(Kind.COMMIT, self._take)
 
     def open(self, subject: Subject, entries: Iterable[Entry] = ()) -> int:
         """On the service thread: agree on ``subject`` too; returns its number. ``entries`` are the
@@ -122,7 +118,7 @@ class Agreements:
             if self._world.view.coordinator == self._world.member:
                 self._feed(number, Propose(version, content))
 
-        self._call(reached)
+        self._post.call(reached)
 
     # -- the machine -------------------------------------------------------------------------------
 
@@ -135,8 +131,8 @@ class Agreements:
     def _carry_out(self, number: int, topic: _Topic, instruction: Instruction) -> None:
         match instruction:
             case Send(message, members):
-                self._hurry()
-                self._mailbox.send(Kind.COMMIT, encode(number, message), members)
+                self._post.hurry()
+                self._post.mailbox.send(Kind.COMMIT, encode(number, message), members)
             case Remember(entry):
                 topic.subject.remember(entry)
             case Prepare(proposal):

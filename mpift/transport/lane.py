@@ -110,7 +110,7 @@ class Lane:
         index: int,
         workload: Workload,
         epoch: int,
-        on_start: Callable[[int, int], None],
+        on_start: Callable[[int, int], object],
         announce: Callable[[int, rounds.Announce], None],
     ) -> None:
         self.index = index

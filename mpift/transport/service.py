@@ -48,7 +48,7 @@ class Hooks:
     # (exit code, reason, whether others have to notice the end): give up; must not return
     give_up: Callable[[int, str, bool], NoReturn]
     # (step, point): the fault schedule may strike here
-    strike: Callable[[int, str], None]
+    strike: Callable[[int, str], object]
 
 
 @dataclass(frozen=True, slots=True)

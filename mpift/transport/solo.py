@@ -80,7 +80,7 @@ class SoloWorld:
         report: Report,
         gone: frozenset[int],
         witness: Witness,
-        at: Callable[[str], None],
+        at: Callable[[str], object],
     ) -> Rebuilt:
         """Only to open more lanes: a world of one has no faults that it outlives."""
         count = max(len(self.lane_comms), len(report.lanes))

@@ -102,7 +102,7 @@ class World(Protocol):
         report: Report,
         gone: frozenset[int],
         witness: Witness,
-        at: Callable[[str], None],
+        at: Callable[[str], object],
     ) -> Rebuilt:
         """Make communicators of the survivors; ``at`` is called at the named points inside."""
 
@@ -206,7 +206,7 @@ class MpiWorld:
         report: Report,
         gone: frozenset[int],
         witness: Witness,
-        at: Callable[[str], None],
+        at: Callable[[str], object],
     ) -> Rebuilt:
         """See ``World``. ``gone`` are members that announced their end.
 
@@ -246,7 +246,7 @@ class MpiWorld:
         report: Report,
         gone: frozenset[int],
         witness: Witness,
-        at: Callable[[str], None],
+        at: Callable[[str], object],
     ) -> _Attempt | None:
         """All creation and exchange of one attempt; None if anything in it failed."""
         control = None

@@ -64,7 +64,7 @@ def world(name: str, *marks: pytest.MarkDecorator, **given: Any) -> Any:
         world("one does not have it", contents=[SAME, SAME, None], timeouts=1, deaths=1),
         world("one version twice", proposals=TWICE_ONE),
         world("two versions", proposals=ONE_AND_TWO),
-        world("two versions and one dies", proposals=ONE_AND_TWO, deaths=1),
+        world("two versions and one dies", long, proposals=ONE_AND_TWO, deaths=1),
         world("three time out twice and one dies", long, timeouts=2, deaths=1),
         world("three time out twice and one restarts", long, timeouts=2, restarts=1),
         world("three and two die after each other", long, timeouts=1, deaths=2),
@@ -85,8 +85,8 @@ def test_there_is_one_decision_and_a_majority_comes_to_it(
 @pytest.mark.parametrize(
     "given",
     [
-        world("three", walks=150, timeouts=4, deaths=2, restarts=2),
-        world("five", walks=60, members=5, timeouts=2, deaths=3),
+        world("three", walks=1500, timeouts=4, deaths=2, restarts=2),
+        world("five", walks=500, members=5, timeouts=2, deaths=3),
         world("five", long, walks=4000, members=5, timeouts=3, deaths=3, proposals=ONE_AND_TWO),
         world("four", long, walks=4000, members=4, timeouts=3, deaths=2, restarts=1),
     ],

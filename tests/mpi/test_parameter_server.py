@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 
 from mpift.testing.histories import load, violations
-from mpift.testing.ranks import run_ranks
+from mpift.testing.ranks import run_job, run_ranks
 from tests.mpi import parameter_server_scenarios as scenarios
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Scenarios without deaths, all on one start of three ranks; the last one ends it.
 SHARED = [
@@ -127,6 +131,19 @@ def test_a_holder_s_death_loses_nothing_that_was_acknowledged(which: str) -> Non
         assert found["rising"]
         assert found["versions"] == [28] * 3, str(outcome)
         assert found["values"] == [-28.0] * 3
+
+
+def test_the_example_survives_a_death_and_reports_no_lost_key(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    words = ["-m", "mpift", "run", "-np", "3", "--chaos", "kill:1@10", "--summary", str(summary)]
+    script = [str(REPOSITORY / "examples/parameter_server.py"), "--epochs", "2"]
+    command = [sys.executable, *words, sys.executable, *script, "--at-least", "0.5"]
+    outcome = run_job(command, ranks=3)
+    assert outcome.exit_code == 0, str(outcome)
+    assert "keys: 8, lost: none" in outcome.stdout
+    found = json.loads(summary.read_text())
+    assert (found["keys_lost"], found["keys"]) == ([], 8)
+    assert found["accuracy"] > 0.5
 
 
 def test_keys_whose_holders_both_died_are_lost_by_name_and_others_go_on() -> None:

@@ -16,6 +16,7 @@ from mpift.core.membership import View
 from mpift.transport.agreements import Agreements, decode, encode
 from mpift.transport.messages import Kind
 from mpift.transport.messages import Message as Letter
+from mpift.transport.part import Post
 
 SAME, OTHER = Content("history", "same"), Content("history", "other")
 
@@ -23,7 +24,7 @@ SAME, OTHER = Content("history", "same"), Content("history", "other")
 class Member:
     """One member: its agreements, the mailbox and world that they see, and their only subject."""
 
-    def __init__(self, post: Post, member: int, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, post: Network, member: int, entries: Iterable[Entry] = ()) -> None:
         self.post, self.member = post, member
         self.view = post.view
         self.control = None
@@ -31,9 +32,7 @@ class Member:
         self.refused: list[tuple[int, int]] = []
         self.memory: dict[Proposal, Entry] = {}
         self.agreements = Agreements(
-            self,  # type: ignore[arg-type]
-            lambda function: function(),
-            lambda: None,
+            Post(self, None, lambda function: function(), lambda: None),  # type: ignore[arg-type]
             lambda: Config(sync_timeout=10.0, retries=1),
         )
         self.agreements.install(self)  # type: ignore[arg-type]
@@ -60,7 +59,7 @@ class Member:
         self.agreements.hold(self.number, version, content)
 
 
-class Post:
+class Network:
     """Carries letters between the members that are alive and not ``silent``."""
 
     def __init__(self, size: int) -> None:
@@ -103,7 +102,7 @@ class Post:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_what_all_hold_is_committed(size: int) -> None:
-    post = Post(size)
+    post = Network(size)
     for member in range(size):
         post[member].hold(3)
     post.deliver()
@@ -111,7 +110,7 @@ def test_what_all_hold_is_committed(size: int) -> None:
 
 
 def test_a_silent_minority_is_not_waited_for_and_hears_of_it_later() -> None:
-    post = Post(4)
+    post = Network(4)
     post.silent = {3}
     for member in range(4):
         post[member].hold(3)
@@ -127,7 +126,7 @@ def test_a_silent_minority_is_not_waited_for_and_hears_of_it_later() -> None:
 
 
 def test_whoever_gets_there_later_votes_later() -> None:
-    post = Post(3)
+    post = Network(3)
     post[0].hold(3)
     post.deliver()
     assert not post[0].decisions
@@ -137,7 +136,7 @@ def test_whoever_gets_there_later_votes_later() -> None:
 
 
 def test_whoever_has_passed_a_version_by_says_so_at_once() -> None:
-    post = Post(3)
+    post = Network(3)
     post[0].hold(3)
     for member in (1, 2):
         post[member].hold(4)
@@ -146,7 +145,7 @@ def test_whoever_has_passed_a_version_by_says_so_at_once() -> None:
 
 
 def test_without_a_majority_that_holds_the_same_it_is_aborted() -> None:
-    post = Post(4)
+    post = Network(4)
     for member, content in enumerate((SAME, SAME, OTHER, OTHER)):
         post[member].hold(3, content)
     post.deliver()
@@ -154,7 +153,7 @@ def test_without_a_majority_that_holds_the_same_it_is_aborted() -> None:
 
 
 def test_a_version_that_nobody_gets_to_is_aborted_when_patience_is_over() -> None:
-    post = Post(3)
+    post = Network(3)
     post[0].hold(3)
     for _ in range(3):
         post.pass_time(11.0)
@@ -162,7 +161,7 @@ def test_a_version_that_nobody_gets_to_is_aborted_when_patience_is_over() -> Non
 
 
 def test_others_take_the_place_of_a_coordinator_that_falls_silent() -> None:
-    post = Post(3)
+    post = Network(3)
     for member in range(3):
         post[member].hold(3)
     post.deliver(only={Word.PREPARE, Word.VOTE})
@@ -182,7 +181,7 @@ def test_others_take_the_place_of_a_coordinator_that_falls_silent() -> None:
 def test_a_new_view_decides_what_its_coordinator_left_open(
     heard: set[Word], committed: bool
 ) -> None:
-    post = Post(4)
+    post = Network(4)
     for member in range(4):
         post[member].hold(3)
     post.deliver(only=heard)
@@ -192,7 +191,7 @@ def test_a_new_view_decides_what_its_coordinator_left_open(
 
 
 def test_the_new_coordinator_proposes_what_the_old_one_never_did() -> None:
-    post = Post(3)
+    post = Network(3)
     for member in (1, 2):
         post[member].hold(3)
     post.lose(0)
@@ -200,7 +199,7 @@ def test_the_new_coordinator_proposes_what_the_old_one_never_did() -> None:
 
 
 def test_a_version_that_others_have_passed_is_refused_with_both_named() -> None:
-    post = Post(3)
+    post = Network(3)
     for version in (5, 3):
         for member in range(3):
             post[member].hold(version)
@@ -210,7 +209,7 @@ def test_a_version_that_others_have_passed_is_refused_with_both_named() -> None:
 
 
 def test_a_member_that_comes_back_answers_from_what_it_remembered() -> None:
-    post = Post(3)
+    post = Network(3)
     for member in range(3):
         post[member].hold(3)
     post.deliver(only={Word.PREPARE, Word.VOTE, Word.PRE_COMMIT})
@@ -222,7 +221,7 @@ def test_a_member_that_comes_back_answers_from_what_it_remembered() -> None:
 
 
 def test_a_word_about_a_subject_that_is_opened_later_is_kept() -> None:
-    post = Post(2)
+    post = Network(2)
     letter = encode(1, Message(Word.PREPARE, Proposal(3, 0, 0, 2), 0, 0, Ballot(0, 0)))
     post[1].handler(Letter(Kind.COMMIT, 0, 0, letter))
     assert post[1].agreements.open(post[1]) == 1
