@@ -96,7 +96,7 @@ class Runtime:
         self.steps_called = self.steps_applied = self.rounds_missed = 0
         self.round_view: View = world.view  # the view that reduced the last gradient round
         self.gradients = GradientLanes(
-            self._service, self.operate, self.on_service, self._require_service
+            self._service, self.operate, self.on_service, self.require_service
         )
         self._calls = Calls(self._service, self.member, self.gradients.make_room)
         self.waiting = self._calls.waiting
@@ -146,6 +146,11 @@ class Runtime:
         return self.view.rank_of(self.member)
 
     @property
+    def leaving(self) -> bool:
+        """Whether this rank is past its script."""
+        return self._service.joined
+
+    @property
     def neighbours(self) -> tuple[int, ...]:
         """Members of the present view on this rank's node, in rank order."""
         node = self.identities[self.member].node
@@ -160,7 +165,7 @@ class Runtime:
 
     def operate(self, operation: Operation) -> np.ndarray:
         """Carry out one operation with all ranks; returns its result, an array of its own."""
-        self._require_service()
+        self.require_service()
         operation.check()
         self._exits.forget()
 
@@ -298,7 +303,8 @@ class Runtime:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _require_service(self) -> None:
+    def require_service(self) -> None:
+        """Raises ``NotInitializedError`` if nobody serves this process's calls."""
         if not self._service.running:
             raise NotInitializedError(
                 "mpift is shut down, or this is a forked child of the process that started it"
@@ -312,7 +318,7 @@ class Runtime:
     def on_service(self, function: Callable[[], Any]) -> None:
         """Run ``function`` on the service thread, the only one that may call MPI, and wait; an
         error of ours is raised here."""
-        self._require_service()
+        self.require_service()
         done = threading.Event()
         errors: list[MpiftError] = []
 

@@ -29,6 +29,11 @@ class Proposal(NamedTuple):
         return f"version {self.version} (of member {self.proposer} in epoch {self.epoch})"
 
 
+def wished(version: int) -> Proposal:
+    """What stands for a version that nobody may have proposed."""
+    return Proposal(version, -1, -1, 0)
+
+
 class Content(NamedTuple):
     """What a member holds of a version: the history that it comes from, and a digest of it."""
 
@@ -76,6 +81,8 @@ class Word(enum.IntEnum):
     ACKNOWLEDGE = 8  # of a pre-commit or pre-abort
     OUTBID = 9  # the sender has promised a higher ballot
     OPEN = 10  # in a new view: "decide this one"
+    HELD = 11  # to the coordinator: "I hold this version, propose it"
+    PASSED = 12  # the sender can't say any more, or never could: it is past that version
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,8 @@ class Message:
     """One word about one proposal. ``epoch`` is the sender's view; in another one it is void.
 
     ``state`` and ``attempt`` are the sender's, in ``VOTE`` and ``STANDS``; ``newest`` is the newest
-    version that it has voted for, which tells why it refuses.
+    version that it has voted for, which tells why it refuses. In ``HELD``, and where that is
+    answered with ``PASSED``, the proposal is ``wished(version)``.
     """
 
     word: Word

@@ -15,7 +15,6 @@ should wait longer, so that not all become coordinators at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mpift.core.ballots import (
@@ -32,12 +31,14 @@ from mpift.core.ballots import (
     chosen,
     conclude,
     needed,
+    wished,
 )
 from mpift.core.commit_events import (
     Answer,
     Decided,
     Entry,
     Event,
+    Held,
     Installed,
     Instruction,
     Instructions,
@@ -52,31 +53,20 @@ from mpift.core.commit_events import (
     TimedOut,
 )
 from mpift.core.membership import View
-
-# Decided proposals that a member can still answer for. One that is older than all of these concerns
-# nobody any more, and is neither asked nor answered for: those who knew may have forgotten.
-REMEMBERED = 16
-
-# -- the machine -------------------------------------------------------------------------------
+from mpift.core.participant import Participant
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
-    """See the module's docstring. ``retries`` is how often votes are asked for again."""
-
-    member: int
-    view: View
-    retries: int = 0
-    newest: int = -1  # version that this member has voted for, or knows to be committed
-    committed: int = -1  # the newest of those that it knows to be committed
-    forgotten: int = -1  # the newest version that this member may have decided and forgotten
-    entries: tuple[Entry, ...] = ()  # oldest first
+class Commit(Participant):
+    """See the module's docstring."""
 
     def handle(self, event: Event) -> tuple[Commit, Instructions]:
         """The state after ``event``, and what to do, in order."""
         match event:
             case Propose(version, content):
                 return self._propose(version, content)
+            case Held(version, content):
+                return self._hold(version, content)
             case Prepared(proposal, content):
                 return self._vote(self._entry(proposal), content)
             case Received(message):
@@ -86,76 +76,45 @@ class Commit:
             case Installed(view):
                 return self._install(view)
 
-    @property
-    def open(self) -> tuple[Proposal, ...]:
-        """Proposals that this member waits for others in: they may time out."""
-        return tuple(entry.proposal for entry in self.entries if not entry.state.decided)
-
-    @classmethod
-    def recovered(
-        cls, member: int, view: View, entries: Iterable[Entry], retries: int = 0
-    ) -> Commit:
-        """A member after a crash, from the last ``Remember`` of each proposal. Also what it has
-        only pre-committed or pre-aborted counts as voted for: it may have been."""
-        kept = sorted((replace(e, lead=None) for e in entries), key=lambda e: e.proposal)
-        voted = [e.proposal.version for e in kept if e.state not in (State.WAITING, State.REFUSED)]
-        done = [e.proposal.version for e in kept if e.state is State.COMMITTED]
-        newest, committed = max(voted, default=-1), max(done, default=-1)
-        return cls(member, view, retries, newest, committed, entries=tuple(kept))
-
-    def leads(self, proposal: Proposal) -> bool:
-        """Whether this member is coordinator of a ballot for ``proposal``."""
-        return self._entry(proposal).lead is not None
-
-    # -- entries -------------------------------------------------------------------------------
-
-    def _entry(self, proposal: Proposal) -> Entry:
-        return next((e for e in self.entries if e.proposal == proposal), Entry(proposal))
-
-    def _with(self, entry: Entry) -> Commit:
-        others = (e for e in self.entries if e.proposal != entry.proposal)
-        entries = sorted((*others, entry), key=lambda e: e.proposal)
-        decided = [e.proposal.version for e in entries if e.state.decided]
-        forgotten = max([self.forgotten, *decided[:-REMEMBERED]])
-        kept = tuple(e for e in entries if e.proposal.version > forgotten)
-        return replace(self, entries=kept, forgotten=forgotten)
-
-    def _word(self, word: Word, entry: Entry, ballot: Ballot) -> Message:
-        message = Message(word, entry.proposal, self.view.epoch, self.member, ballot)
-        match word:
-            case Word.PRE_COMMIT | Word.COMMITTED:
-                return replace(message, content=entry.content)
-            case Word.VOTE:
-                newest = self.newest if entry.state is State.REFUSED else -1
-                return replace(message, content=entry.content, state=entry.state, newest=newest)
-            case Word.STANDS:
-                attempt, content = entry.attempt, entry.content
-                return replace(message, state=entry.state, attempt=attempt, content=content)
-        return message
-
-    def _tell(self, word: Word, entry: Entry, ballot: Ballot, *members: int) -> Send:
-        return Send(self._word(word, entry, ballot), members)
-
-    @property
-    def _others(self) -> tuple[int, ...]:
-        return tuple(m for m in self.view.members if m != self.member)
-
     def _needed(self, lead: Lead, proposal: Proposal) -> int:
         return needed(proposal, self.view.size)
 
     # -- proposing and voting --------------------------------------------------------------------
 
-    def _refuses(self, version: int) -> bool:
-        """Versions only grow: nobody votes twice for one, nor for an older one."""
-        return version <= self.newest
+    def _hold(self, version: int, content: Content | None) -> tuple[Commit, Instructions]:
+        entry = self._of_version(version)
+        if entry is not None and entry.state.decided:
+            committed = entry.state is State.COMMITTED
+            return self, (Decided(entry.proposal, committed, entry.content),)
+        if entry is not None:
+            return self, ()
+        if self._refuses(version):
+            return self, (Stale(version, self.newest),)
+        if self.view.coordinator == self.member:
+            return self._propose(version, content)
+        wish = Message(Word.HELD, wished(version), self.view.epoch, self.member, NO_BALLOT)
+        return self, (Send(wish, (self.view.coordinator,)),)
 
-    def _propose(self, version: int, content: Content) -> tuple[Commit, Instructions]:
+    def _take_wish(self, message: Message) -> tuple[Commit, Instructions]:
+        """Another member holds a version that it has not been asked for."""
+        version = message.proposal.version
+        entry = self._of_version(version)
+        if entry is not None:
+            told = entry.state.decided
+            return self, ((self._decision(entry, message.sender),) if told else ())
+        if self._refuses(version):
+            return self, (self._passed(message),)
+        return self._propose(version, None)
+
+    def _propose(self, version: int, content: Content | None) -> tuple[Commit, Instructions]:
         if self._refuses(version):
             return self, (Stale(version, self.newest),)
         proposal = Proposal(version, self.view.epoch, self.member, self.view.size)
         ballot = Ballot(self.view.epoch, 0)
         entry = Entry(proposal, promised=ballot, lead=Lead(ballot, Word.PREPARE))
         asked = self._tell(Word.PREPARE, entry, ballot, *self._others)
+        if content is None:
+            return self._with(entry), (asked, Prepare(proposal))
         state, voted = self._with(entry)._vote(entry, content)
         return state, (asked, *voted)
 
@@ -176,20 +135,39 @@ class Commit:
             return state, (Remember(after), *more)
         return state, (Remember(after), Send(vote, (proposal.proposer,)))
 
+    def _prepare(self, entry: Entry, message: Message) -> tuple[Commit, Instructions]:
+        if entry.state is not State.WAITING:
+            vote = self._tell(Word.VOTE, entry, message.ballot, message.sender)
+            return self, (vote,)
+        state = self._with(replace(entry, promised=message.ballot))
+        if self._refuses(entry.proposal.version):
+            return state._vote(state._entry(entry.proposal), None)
+        return state, (Prepare(entry.proposal),)
+
     # -- what comes in -------------------------------------------------------------------------
 
     def _receive(self, message: Message) -> tuple[Commit, Instructions]:
-        if message.epoch != self.view.epoch or message.proposal.version <= self.forgotten:
+        if message.epoch != self.view.epoch:
             return self, ()
+        if message.word is Word.HELD:
+            return self._take_wish(message)
+        if message.word is Word.PASSED:
+            return self._be_passed(message)
         entry = self._entry(message.proposal)
+        if message.proposal.version <= self.forgotten and entry not in self.entries:
+            asks = message.word not in DECISIONS
+            return self, ((self._passed(message),) if asks else ())
         if message.word is Word.OUTBID:
             return self._outbid(entry, message)
-        if message.word not in (*TABLE, Word.OPEN):
-            return self._take_answer(message)
+        if message.word in (*TABLE, Word.OPEN):
+            return self._follow(entry, message)
+        return self._take_answer(message)
+
+    def _follow(self, entry: Entry, message: Message) -> tuple[Commit, Instructions]:
+        """A coordinator's word, or the wish for one."""
         if entry.state.decided:
-            if message.word in DECISIONS:
-                return self, ()
-            return self, (self._decision(entry, message.sender),)
+            known = message.word in DECISIONS
+            return self, (() if known else (self._decision(entry, message.sender),))
         if message.word is Word.OPEN:
             return self._ask(entry) if entry.lead is None else (self, ())
         if message.word in DECISIONS:
@@ -200,60 +178,16 @@ class Commit:
             return self._prepare(entry, message)
         return self._obey(entry, message)
 
-    def _is_below(self, ballot: Ballot, entry: Entry) -> bool:
-        return ballot < entry.promised
-
-    def _decision(self, entry: Entry, member: int) -> Send:
-        word = Word.COMMITTED if entry.state is State.COMMITTED else Word.ABORTED
-        return self._tell(word, entry, NO_BALLOT, member)
-
-    def _prepare(self, entry: Entry, message: Message) -> tuple[Commit, Instructions]:
-        if entry.state is not State.WAITING:
-            vote = self._tell(Word.VOTE, entry, message.ballot, message.sender)
-            return self, (vote,)
-        state = self._with(replace(entry, promised=message.ballot))
-        if self._refuses(entry.proposal.version):
-            return state._vote(state._entry(entry.proposal), None)
-        return state, (Prepare(entry.proposal),)
-
-    def _obey(self, entry: Entry, message: Message) -> tuple[Commit, Instructions]:
-        """A coordinator's word that this member has to follow, by the table."""
-        state, answer = TABLE[message.word]
-        assert answer is not None
-        lead = entry.lead if message.ballot == entry.promised else None
-        after = replace(entry, promised=message.ballot, lead=lead)
-        if state is not None:
-            after = replace(after, state=state, attempt=message.ballot, content=message.content)
-        reply = self._tell(answer, after, message.ballot, message.sender)
-        return self._with(after), (Remember(after), reply)
-
-    def _decide(
-        self, entry: Entry, word: Word, content: Content | None
-    ) -> tuple[Commit, Instructions]:
-        committed = word is Word.COMMITTED
-        refused: tuple[tuple[int, int], ...] = ()
-        if entry.lead is not None and not committed:
-            refused = tuple(
-                (answer.member, answer.newest)
-                for answer in entry.lead.answers
-                if answer.standing.state is State.REFUSED
-            )
-        after = replace(
-            entry,
-            state=TABLE[word][0] or entry.state,
-            promised=NO_BALLOT,
-            attempt=NO_BALLOT,
-            content=content if committed else None,
-            lead=None,
-        )
-        version = entry.proposal.version if committed else -1
-        state = replace(
-            self._with(after),
-            newest=max(self.newest, version),
-            committed=max(self.committed, version),
-        )
-        done = Decided(entry.proposal, committed, after.content, refused)
-        return state, (Remember(after), done)
+    def _be_passed(self, message: Message) -> tuple[Commit, Instructions]:
+        """Nobody will tell what became of a version, so this member does not say it either."""
+        version, entry = message.proposal.version, self._entry(message.proposal)
+        told = (Stale(version, message.newest),)
+        if entry not in self.entries or entry.state.decided:
+            known = self._of_version(version) is not None
+            return self, (() if known else told)
+        rest = tuple(e for e in self.entries if e != entry)
+        forgotten = max(self.forgotten, version)
+        return replace(self, entries=rest, forgotten=forgotten), told
 
     # -- as coordinator --------------------------------------------------------------------------
 
@@ -313,8 +247,8 @@ class Commit:
     ) -> tuple[Commit, Instructions]:
         """It is decided: tell everybody."""
         state, done = self._decide(entry, word, content)
-        after = state._entry(entry.proposal)
-        return state, (*done, state._tell(word, after, NO_BALLOT, *self._others))
+        told = self._tell(word, replace(entry, content=content), NO_BALLOT, *self._others)
+        return state, (*done, told)
 
     def _ask(self, entry: Entry) -> tuple[Commit, Instructions]:
         """Become the coordinator of a new ballot, the next that is this member's."""

@@ -13,10 +13,18 @@ from mpift.core.membership import View
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """This member proposes ``version``, of which it holds ``content``."""
+    """This member proposes ``version``, of which it holds ``content``; None: not yet."""
 
     version: int
-    content: Content
+    content: Content | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """This member holds ``version``, or has held it: it is to be proposed, if nobody has."""
+
+    version: int
+    content: Content | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class Installed:
     view: View
 
 
-Event = Propose | Prepared | Received | TimedOut | Installed
+Event = Propose | Held | Prepared | Received | TimedOut | Installed
 
 # -- instructions ------------------------------------------------------------------------------
 
@@ -88,7 +96,8 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """This member can't propose ``version``: it has voted for ``newest`` already."""
+    """Nothing comes of this member's ``version``, or it won't learn what did: it or others are at
+    ``newest`` already."""
 
     version: int
     newest: int

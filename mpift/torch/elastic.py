@@ -5,9 +5,10 @@ whether a majority of the ranks holds the same. ``restore`` goes back to the las
 decided, ``sync`` makes all ranks hold the newest one.
 
 A version is 1000 times the number of rounds applied, plus the commits since: so late ranks give the
-same state the same number. What ranks compare is what training keeps equal on all of them:
-parameters, optimizer and schedulers. Buffers, samplers and other attributes belong to a version but
-are this rank's own.
+same state the same number. Without a distributed optimizer there are no rounds; give numbers by
+hand then, if ranks may skip commits. What ranks compare is what training keeps equal on all of
+them: parameters, optimizer and schedulers. Buffers, samplers and other attributes belong to a
+version but are this rank's own.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ _PENDING_MAX = 2
 @dataclass(slots=True)
 class _Snapshot:
     """A copy of the state: of each attribute its ``state_dict`` or itself. ``content`` is None
-    until it is hashed; once ``promised``, this rank has voted for it."""
+    until it is hashed; then others may count on this rank's having it."""
 
     version: int
     parts: dict[str, Any]
     content: Content | None = None
-    promised: bool = False
 
 
 class TorchState:
@@ -74,7 +74,7 @@ class TorchState:
         self._pending: dict[int, _Snapshot] = {}
         self._kept = _Snapshot(0, self._copy())  # the last decided, or the beginning
         self._decided = 0
-        self._unmatched: dict[int, Content | None] = {}  # decided before this rank had hashed it
+        self._by_hand = -1  # the last version whose number the script gave
         self._refusal = ""
         self._runtime.on_service(self._open)
 
@@ -93,40 +93,45 @@ class TorchState:
         not a majority held the same (``self.version`` tells). ``version`` numbers it by hand; it
         must grow. As long as two commits are undecided this one is left out, and None returned.
 
-        Raises ``StaleVersionError`` if ``version`` is not newer than the last, or if the last
-        commit was refused since others had a newer one.
+        Raises ``StaleVersionError`` if ``version`` is not newer than this rank's last, or if the
+        last one that was given is older than what others have.
         """
+        self._runtime.require_service()
         self._raise_refusal()
-        after = max(self._version + 1, self._rounds * _VERSIONS_A_ROUND)
-        number = after if version is None else version
-        newest = max(self._version, self.version)
-        if number <= newest:
+        if version is None:
+            number = max(self._version + 1, self._rounds * _VERSIONS_A_ROUND)
+        elif version <= self._version:
             raise StaleVersionError(
-                f"version {number} of the state is refused: version {newest} was committed before;"
-                " versions only grow"
+                f"version {version} of the state is refused: version {self._version} was committed"
+                " before; versions only grow"
             )
-        self._version = number
-        if not self._has_room():
-            return None
-        snapshot = _Snapshot(number, self._copy())
-        with self._news:
-            self._pending[number] = snapshot
-        self._hasher.submit(self._offer, snapshot, self._history)
-        if wait:
-            self.wait()
-        return number
+        else:
+            number = self._by_hand = version
+        return number if self._commit(number, wait) else None
 
-    def _has_room(self) -> bool:
-        """Whether there may be one more copy; what nobody has asked for gives way."""
+    def _commit(self, number: int, wait: bool) -> bool:
+        """Whether there was room for one more copy."""
         with self._news:
             for old in sorted(self._pending):
-                if len(self._pending) >= _PENDING_MAX and not self._pending[old].promised:
-                    del self._pending[old]
-            return len(self._pending) < _PENDING_MAX
+                if len(self._pending) >= _PENDING_MAX and self._pending[old].content is None:
+                    del self._pending[old]  # nobody has heard of it
+            room = len(self._pending) < _PENDING_MAX
+        snapshot = _Snapshot(number, self._copy()) if room else None
+        with self._news:  # at once: a version that is not pending is one that was passed
+            self._version = number
+            if snapshot is None:
+                return False
+            self._pending[number] = snapshot
+        self._hasher.submit(self._offer, number, self._history)
+        if wait:
+            self.wait()
+        return True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all commits of this rank are decided, at most ``timeout`` seconds; returns
-        whether they are. Raises ``StaleVersionError`` if one was refused as older than others'."""
+        whether they are. Raises ``StaleVersionError`` if one whose number was given by hand is
+        older than what others have."""
+        self._runtime.require_service()
         with self._runtime.waiting(), self._news:
             through = self._news.wait_for(lambda: not self._pending, timeout)
         self._raise_refusal()
@@ -134,7 +139,8 @@ class TorchState:
 
     def restore(self) -> None:
         """Go back to the last version that was decided; before the first, to the state as it was
-        made. All ranks call this; a rank that lacks it is given it by one that has it."""
+        made. Commits that are undecided yet are given up. All ranks call this; a rank that lacks
+        the version is given it by one that has it."""
         self._runtime.gradients.settle()
         while True:
             with self._news:
@@ -143,14 +149,13 @@ class TorchState:
             newest = max(held)
             if min(held) == newest:
                 break
-            parts = broadcast_object(
-                kept.parts if kept.version == newest else None, held.index(newest)
-            )
-            if parts is None:  # the one that had it died, and another was asked
-                continue
-            if kept.version < newest:
-                kept = _Snapshot(newest, parts)
-            break
+            mine = kept.parts if kept.version == newest else None
+            parts = broadcast_object(mine, held.index(newest))
+            if parts is not None:  # else the one that had it died, and another was asked
+                kept = kept if mine is not None else _Snapshot(newest, parts)
+                break
+        with self._news:
+            self._pending.clear()
         self._adopt(kept)
 
     def sync(self) -> None:
@@ -162,23 +167,25 @@ class TorchState:
         self._runtime.gradients.settle()
         self.wait(self._runtime.config.sync_timeout)
         while True:
-            here = self._runtime.rank
-            everybody = allgather_object((self.version, digest(self._common(self._copy()))))
+            state = (self.version, digest(self._common(self._copy())), self._version)
+            everybody = allgather_object(state)
             source = _source(everybody)
+            here = self._runtime.rank
             parts = broadcast_object(self._copy() if here == source else None, source)
             if parts is not None:
                 break
-        newest, mine = everybody[source][0], everybody[here][0]
-        if mine < newest:
+        newest = everybody[source][0]
+        if state[0] < newest:
             warnings.warn(
-                f"rank {here}: version {mine} of the state is stale and gives way to version"
+                f"rank {here}: version {state[0]} of the state is stale and gives way to version"
                 f" {newest} of rank {source}",
                 stacklevel=2,
             )
-        if everybody[here] != everybody[source]:
+        with self._news:
+            self._pending.clear()
+        if state[:2] != everybody[source][:2]:
             self._adopt(_Snapshot(newest, parts))
-        self._version = max(self._version, newest)
-        self.commit(wait=True)
+        self._commit(max(newest, *(last for *_, last in everybody)) + 1, wait=True)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -213,15 +220,24 @@ class TorchState:
         return found
 
     def _adopt(self, snapshot: _Snapshot) -> None:
-        for name, part in snapshot.parts.items():
+        before = self._copy()
+        try:
+            self._load(snapshot.parts)
+        except BaseException:
+            self._load(before)  # not one part new and another old
+            raise
+        with self._news:
+            if snapshot.version >= self._kept.version:
+                self._kept = snapshot
+            self._decided = max(self._decided, snapshot.version)
+
+    def _load(self, parts: dict[str, Any]) -> None:
+        for name, part in parts.items():
             value = getattr(self, name)
             if _has_state(value):
                 value.load_state_dict(copy.deepcopy(part))
             else:
                 setattr(self, name, copy.deepcopy(part))
-        with self._news:
-            self._kept = snapshot
-            self._decided = max(self._decided, snapshot.version)
 
     # -- the agreement -----------------------------------------------------------------------------
 
@@ -229,69 +245,65 @@ class TorchState:
         """On the service thread."""
         self._number = self._runtime.agreements.open(self)
 
-    def _offer(self, snapshot: _Snapshot, of_history: str) -> None:
+    def _offer(self, version: int, of_history: str) -> None:
         """On the hasher's thread: nobody writes to a copy."""
-        content = Content(of_history, digest(self._common(snapshot.parts)))
-        version = snapshot.version
         with self._news:
+            snapshot = self._pending.get(version)
+        if snapshot is None:
+            return  # given up meanwhile
+        content = Content(of_history, digest(self._common(snapshot.parts)))
+        with self._news:
+            if self._pending.get(version) is not snapshot:
+                return
             snapshot.content = content
-            late = version in self._unmatched
-            decided = self._unmatched.pop(version, None)
-        if late:
-            self._compare(snapshot, decided)
         self._runtime.agreements.hold(self._number, version, content)
 
     def remember(self, entry: Entry) -> None:
         """On the service thread. This state lives in memory, and so do promises about it."""
+
+    def passed(self, version: int) -> bool:
+        """On the service thread."""
         with self._news:
-            mine = self._pending.get(entry.proposal.version)
-            if mine is not None and entry.content is not None:
-                mine.promised = True
+            if version in self._pending:
+                return False
+        past = max(self._version, self._rounds * _VERSIONS_A_ROUND - 1)
+        return self._runtime.leaving or version <= past
 
     def decided(self, decided: Decided) -> None:
-        """On the service thread."""
+        """On the service thread; again if this rank gets to the version only now."""
         version = decided.proposal.version
         with self._news:
             mine = self._pending.get(version)
             if decided.committed:
                 self._decided = max(self._decided, version)
-            newest = max((newest for _, newest in decided.refused), default=-1)
-            if newest > version and not self._refusal:
-                self._refusal = _refusal(version, newest)
-            hashing = mine is not None and mine.content is None
-            if decided.committed and hashing:
-                self._unmatched[version] = decided.content
-        if decided.committed and mine is not None and not hashing:
-            self._compare(mine, decided.content)
-        else:
-            self._drop(version, older=decided.committed, keep=hashing and decided.committed)
-
-    def _compare(self, mine: _Snapshot, decided: Content | None) -> None:
-        """A version is committed that this rank has a copy of."""
-        same = mine.content == decided
-        with self._news:
-            if same and mine.version > self._kept.version:
+            if mine is not None and mine.content is None:
+                return  # it is told again once this rank has hashed it
+            same = mine is not None and mine.content == decided.content
+            if mine is not None and same and version > self._kept.version:
                 self._kept = mine
-        self._drop(mine.version, older=True)
-        optimizer = getattr(self, "optimizer", None)
-        if not same and isinstance(optimizer, DistributedMixin):
-            # A majority holds something else: let all states be examined.
-            optimizer._mpift_reducer.verification.request_examination()
-
-    def _drop(self, version: int, older: bool, keep: bool = False) -> None:
-        """The copy of ``version`` is not needed any more, nor are ``older`` ones."""
-        with self._news:
-            for old in tuple(self._pending):
-                if (old == version and not keep) or (old < version and older):
-                    del self._pending[old]
-            self._news.notify_all()
+        self._refuse(version, max((newest for _, newest in decided.refused), default=-1))
+        if decided.committed and mine is not None and not same:
+            self._deviates()
 
     def stale(self, version: int, newest: int) -> None:
         """On the service thread."""
+        self._refuse(version, newest)
+
+    def _refuse(self, version: int, newest: int) -> None:
+        """``version`` is settled; others may be at a newer one."""
         with self._news:
-            if newest > version and not self._refusal:
-                self._refusal = _refusal(version, newest)
-        self._drop(version, older=False)
+            self._pending.pop(version, None)
+            if version == self._by_hand and newest > version:
+                self._refusal = (
+                    f"version {version} of the state is refused: others are at version {newest}"
+                )
+            self._news.notify_all()
+
+    def _deviates(self) -> None:
+        """A majority holds something else than this rank: let all states be examined."""
+        optimizer = getattr(self, "optimizer", None)
+        if isinstance(optimizer, DistributedMixin):
+            optimizer._mpift_reducer.verification.request_examination()
 
     def _raise_refusal(self) -> None:
         with self._news:
@@ -300,20 +312,16 @@ class TorchState:
             raise StaleVersionError(refusal)
 
 
-def _refusal(version: int, newest: int) -> str:
-    return f"version {version} of the state is refused: others have voted for version {newest}"
-
-
 def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _source(everybody: list[tuple[int, str]]) -> int:
-    """The rank whose state counts, of (version, digest) of all."""
-    newest = max(version for version, _ in everybody)
-    digests = [found for version, found in everybody if version == newest]
+def _source(everybody: list[tuple[int, str, int]]) -> int:
+    """The rank whose state counts, of (version, digest, last commit) of all."""
+    newest = max(version for version, *_ in everybody)
+    digests = [found for version, found, _ in everybody if version == newest]
     most = max(digests, key=digests.count)
-    return everybody.index((newest, most))
+    return [state[:2] for state in everybody].index((newest, most))
 
 
 # Names of Horovod's module that scripts may ask for.

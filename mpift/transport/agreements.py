@@ -2,8 +2,9 @@
 
 A *subject* is something that all ranks hold versions of; all ranks open theirs in the same order.
 Ranks ``hold`` versions as they reach them, which nobody waits for: the coordinator of the view
-proposes what it holds, the others vote once they hold it too, or say that they have passed it by.
-What was decided comes back through ``Subject.decided``.
+proposes what it or another holds, all vote once they hold it too, or say that they have passed it
+by. Whatever a rank has held comes to an end: ``Subject.decided``, whether that was before or after
+it held the version, or ``Subject.stale``.
 
 A part of the service's loop; ``hold`` may be called from any thread. A coordinator asks for missing
 votes again every ``sync_timeout``, ``retries`` times; the others wait for it that long and more,
@@ -12,6 +13,7 @@ one after the other in rank order, before they take its place.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,11 +25,11 @@ from mpift.core.commit_events import (
     Decided,
     Entry,
     Event,
+    Held,
     Installed,
     Instruction,
     Prepare,
     Prepared,
-    Propose,
     Received,
     Remember,
     Send,
@@ -41,6 +43,7 @@ from mpift.transport.world import World
 
 # Versions that a rank still answers for; nobody asks for one that so many others have followed.
 _HELD = 8
+_EARLY = 256
 _NOTHING = "-"
 
 
@@ -55,7 +58,10 @@ class Subject(Protocol):
         """A version is decided: committed with a content, or aborted."""
 
     def stale(self, version: int, newest: int) -> None:
-        """This rank's ``version`` is refused, as it has voted for ``newest`` already."""
+        """Nothing comes of this rank's ``version``: it or others are at ``newest`` already."""
+
+    def passed(self, version: int) -> bool:
+        """Whether this rank will never hold ``version``, if it does not yet."""
 
 
 @dataclass(slots=True)
@@ -63,6 +69,7 @@ class _Topic:
     subject: Subject
     machine: Commit
     held: dict[int, Content] = field(default_factory=dict)
+    unsettled: set[int] = field(default_factory=set)  # of those it has held
     asked: list[Proposal] = field(default_factory=list)  # for a vote that this rank can't give yet
     deadlines: dict[Proposal, float] = field(default_factory=dict)
 
@@ -70,9 +77,14 @@ class _Topic:
         """What this rank says to ``proposal``; None as long as it may still get there."""
         if proposal.version in self.held:
             return Prepared(proposal, self.held[proposal.version])
-        if max(self.held, default=-1) > proposal.version:
+        if max(self.held, default=-1) > proposal.version or self.subject.passed(proposal.version):
             return Prepared(proposal, None)
         return None
+
+    def settle(self, version: int) -> None:
+        """Something has become of ``version``."""
+        self.unsettled.discard(version)
+        self.asked = [proposal for proposal in self.asked if proposal.version != version]
 
 
 class Agreements:
@@ -89,7 +101,8 @@ class Agreements:
         self._config = config  # asked late: how large the job is is not known at first
         self._world: World
         self._topics: list[_Topic] = []
-        self._early: list[Letter] = []  # about subjects that are not open here yet
+        # About subjects that are not open here yet.
+        self._early: deque[Letter] = deque(maxlen=_EARLY)
         post.mailbox.register(Kind.COMMIT, self._take)
 
     def open(self, subject: Subject, entries: Iterable[Entry] = ()) -> int:
@@ -99,7 +112,8 @@ class Agreements:
         machine = Commit.recovered(here, view, entries, self._config().retries or 0)
         self._topics.append(_Topic(subject, machine))
         number = len(self._topics) - 1
-        early, self._early = self._early, []
+        early = tuple(self._early)
+        self._early.clear()
         for letter in early:
             self._take(letter)
         return number
@@ -108,15 +122,14 @@ class Agreements:
         """This rank has reached ``version`` of a subject, and holds ``content``."""
 
         def reached() -> None:
+            self._post.hurry()  # the others get there at about the same time
             topic = self._topics[number]
             topic.held[version] = content
             for old in sorted(topic.held)[:-_HELD]:
                 del topic.held[old]
-            waiting, topic.asked = topic.asked, []
-            for proposal in waiting:
-                self._vote(number, proposal)
-            if self._world.view.coordinator == self._world.member:
-                self._feed(number, Propose(version, content))
+            topic.unsettled.add(version)
+            self._vote_again(number)
+            self._feed(number, Held(version, content))
 
         self._post.call(reached)
 
@@ -138,10 +151,17 @@ class Agreements:
             case Prepare(proposal):
                 self._vote(number, proposal)
             case Decided():
-                topic.deadlines.pop(instruction.proposal, None)
+                topic.settle(instruction.proposal.version)
                 topic.subject.decided(instruction)
             case Stale(version, newest):
+                topic.settle(version)
                 topic.subject.stale(version, newest)
+
+    def _vote_again(self, number: int) -> None:
+        """Something may have changed about what was asked for."""
+        waiting, self._topics[number].asked = self._topics[number].asked, []
+        for proposal in waiting:
+            self._vote(number, proposal)
 
     def _vote(self, number: int, proposal: Proposal) -> None:
         topic = self._topics[number]
@@ -164,6 +184,8 @@ class Agreements:
 
     def turn(self, now: float) -> None:
         for number, topic in enumerate(self._topics):
+            if topic.asked:
+                self._vote_again(number)
             still_open = topic.machine.open
             if not still_open:
                 continue
@@ -188,15 +210,13 @@ class Agreements:
 
     def install(self, world: World) -> None:
         self._world = world
-        self._early = []
+        self._early.clear()
         for number, topic in enumerate(self._topics):
             topic.deadlines = {}
             topic.asked = [p for p in topic.asked if p.proposer in world.view.members]
             self._feed(number, Installed(world.view))
-            newest = max(topic.held, default=-1)
-            if world.view.coordinator == world.member and newest > topic.machine.newest:
-                # Nobody has proposed it: the old coordinator died on the way there.
-                self._feed(number, Propose(newest, topic.held[newest]))
+            for version in sorted(topic.unsettled):
+                self._feed(number, Held(version, topic.held.get(version)))
 
 
 def encode(number: int, message: Message) -> str:

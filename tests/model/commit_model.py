@@ -37,6 +37,7 @@ from mpift.core.commit_events import (
     Answer,
     Entry,
     Event,
+    Held,
     Installed,
     Instruction,
     Prepare,
@@ -48,6 +49,7 @@ from mpift.core.commit_events import (
     TimedOut,
 )
 from mpift.core.membership import View
+from mpift.core.participant import REMEMBERED
 
 # Enough for every member of a majority of five to be outbid once and to be silent once.
 _TIMEOUTS_UNTIL_DECIDED = 12
@@ -72,11 +74,14 @@ class World(NamedTuple):
     dead: frozenset[int] = frozenset()
     memories: tuple[int, ...] = ()  # what each would still know after a crash
     wrong: str = ""
+    to_hold: tuple[tuple[int, int], ...] = ()  # member, version
 
 
 class CommitModel:
     """``contents[m]`` is what member m holds, None if it can't; ``proposals`` are (member,
-    version), made in any order. ``begun`` are labels of what has happened already."""
+    version), made in any order; ``holds`` are versions that members hold and let the coordinator
+    propose. Decided proposals are remembered up to ``remembered``. ``begun`` are labels of what
+    has happened already."""
 
     def __init__(
         self,
@@ -85,6 +90,8 @@ class CommitModel:
         machine: type[Commit] = Commit,
         lively: bool = True,
         begun: Sequence[str] = (),
+        holds: Sequence[tuple[int, int]] = (),
+        remembered: int = REMEMBERED,
         **budget: int,
     ) -> None:
         self.contents, self.machine, self.lively = contents, machine, lively
@@ -101,9 +108,16 @@ class CommitModel:
         self._masks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._checked: dict[tuple[int, ...], str] = {}
         self._mattering: dict[tuple[int, int, int], bool] = {}
-        machines = tuple(self._number(machine(m, view)) for m in view.members)
+        machines = tuple(
+            self._number(machine(m, view, remembered=remembered)) for m in view.members
+        )
         self.first = World(
-            machines, 0, tuple(proposals), Budget(**budget), memories=(0,) * len(contents)
+            machines,
+            0,
+            tuple(proposals),
+            Budget(**budget),
+            memories=(0,) * len(contents),
+            to_hold=tuple(holds),
         )
         for label in begun:
             self.first = dict(self.actions(self.first))[label]
@@ -122,6 +136,12 @@ class CommitModel:
                 assert content is not None
                 after = self._feed(world, member, Propose(version, content))
                 yield f"{member} proposes version {version}", after._replace(to_propose=rest)
+        for index, (member, version) in enumerate(world.to_hold):
+            content = self.contents[member]
+            if member in alive and content is not None:
+                rest = world.to_hold[:index] + world.to_hold[index + 1 :]
+                after = self._feed(world, member, Held(version, content))
+                yield f"{member} holds version {version}", after._replace(to_hold=rest)
         yield from self._deliveries(world)
         budget = world.budget
         if budget.timeouts:
@@ -254,6 +274,10 @@ class CommitModel:
         here = self.states[receiver]._entry(message.proposal)
         there = self.states[sender]._entry(message.proposal)
         lead, word, ballot = here.lead, message.word, message.ballot
+        if word is Word.HELD:
+            return self.states[sender]._of_version(message.proposal.version) is None
+        if word is Word.PASSED:
+            return here in self.states[receiver].entries and not here.state.decided
         if word is Word.OUTBID:
             return lead is not None and ballot > lead.ballot
         if word in (Word.VOTE, Word.STANDS, Word.ACKNOWLEDGE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,9 @@ class Member:
         self.control = None
         self.decisions: list[tuple[int, bool, Content | None]] = []
         self.refused: list[tuple[int, int]] = []
+        self.known: dict[Proposal, tuple[bool, Content | None]] = {}
         self.memory: dict[Proposal, Entry] = {}
+        self.by: set[int] = set()  # passed without having been held
         self.agreements = Agreements(
             Post(self, None, lambda function: function(), lambda: None),  # type: ignore[arg-type]
             lambda: Config(sync_timeout=10.0, retries=1),
@@ -50,7 +53,11 @@ class Member:
 
     def decided(self, decided: Decided) -> None:
         version = decided.proposal.version
+        self.known[decided.proposal] = (decided.committed, decided.content)
         self.decisions.append((version, decided.committed, decided.content))
+
+    def passed(self, version: int) -> bool:
+        return version in self.by
 
     def stale(self, version: int, newest: int) -> None:
         self.refused.append((version, newest))
@@ -141,7 +148,49 @@ def test_whoever_has_passed_a_version_by_says_so_at_once() -> None:
     for member in (1, 2):
         post[member].hold(4)
     post.deliver()
+    # What two of three hold is proposed although the coordinator does not hold it.
+    assert post[0].decisions == [(3, False, None), (4, True, SAME)]
+
+
+def test_whoever_holds_a_version_after_its_decision_is_told_of_it() -> None:
+    post = Network(3)
+    for member in (0, 1):
+        post[member].hold(3)
+    post.deliver()
+    assert post[2].decisions == [(3, True, SAME)]
+    post[2].hold(3, OTHER)
+    assert post[2].decisions == [(3, True, SAME)] * 2
+
+
+def test_what_a_coordinator_never_gets_to_is_decided_by_the_others() -> None:
+    post = Network(4)
+    for member in (1, 2, 3):
+        post[member].hold(3)
+    post.deliver()
+    assert [post[m].decisions for m in (1, 2, 3)] == [[(3, True, SAME)]] * 3
+
+
+def test_a_rank_that_will_never_hold_a_version_is_not_waited_for() -> None:
+    post = Network(4)
+    for member, content in ((0, SAME), (1, SAME), (2, OTHER)):
+        post[member].hold(3, content)
+    post.deliver()
+    assert not post[0].decisions  # the vote of member 3 may still make a majority
+    post[3].by = {3}
+    post[3].agreements.turn(0.0)
+    post.deliver()
     assert post[0].decisions == [(3, False, None)]
+
+
+def test_whatever_was_held_comes_to_an_end_when_the_coordinator_dies() -> None:
+    post = Network(4)
+    for version in (3, 4, 5):
+        for member in (1, 2, 3):
+            post[member].hold(version)
+    post.lose(0)
+    for member in (1, 2, 3):
+        assert {version for version, *_ in post[member].decisions} == {3, 4, 5}
+        assert (5, True, SAME) in post[member].decisions
 
 
 def test_without_a_majority_that_holds_the_same_it_is_aborted() -> None:
@@ -204,7 +253,7 @@ def test_a_version_that_others_have_passed_is_refused_with_both_named() -> None:
         for member in range(3):
             post[member].hold(version)
         post.deliver()
-    assert post[0].refused == [(3, 5)]
+    assert [m.refused for m in post.members.values()] == [[(3, 5)]] * 3
     assert [m.decisions for m in post.members.values()] == [[(5, True, SAME)]] * 3
 
 
@@ -227,6 +276,42 @@ def test_a_word_about_a_subject_that_is_opened_later_is_kept() -> None:
     assert post[1].agreements.open(post[1]) == 1
     post[1].agreements.hold(1, 3, SAME)
     assert [decode(letter)[1].word for _, letter in post.letters] == [Word.VOTE]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_is_held_comes_to_one_end_among_random_delays_and_deaths(seed: int) -> None:
+    chance = random.Random(seed)
+    post = Network(chance.choice([2, 3, 4, 5]))
+    dead: list[Member] = []
+    plans = {m: sorted(chance.sample(range(40), chance.randint(20, 40))) for m in post.members}
+    held = {m: set[int]() for m in post.members}
+    while any(plans[m] for m in post.members) or post.letters:
+        member = chance.choice(list(post.members))
+        if plans[member] and chance.random() < 0.4:
+            version = plans[member].pop(0)
+            held[member].add(version)
+            post[member].hold(version, chance.choice([SAME, SAME, SAME, OTHER]))
+        elif post.letters:
+            # In order from each sender, but between senders in any.
+            sender = chance.choice([letter.sender for _, letter in post.letters])
+            index = next(i for i, (_, each) in enumerate(post.letters) if each.sender == sender)
+            to, letter = post.letters.pop(index)
+            post[to].handler(letter)
+        if chance.random() < 0.01 and len(post.members) > 1:
+            victim = chance.choice(list(post.members))
+            dead.append(post[victim])
+            post.lose(victim)
+    for member in post.members.values():
+        member.by = set(range(40))
+    for _ in range(12):
+        post.pass_time(1000.0)
+    decided: dict[Proposal, Any] = {}
+    for member in (*post.members.values(), *dead):
+        for proposal, state in member.known.items():
+            assert decided.setdefault(proposal, state) == state, proposal
+    for number, member in post.members.items():
+        ended = {version for version, *_ in (*member.decisions, *member.refused)}
+        assert held[number] <= ended, held[number] - ended
 
 
 numbers = st.integers(-1, 2**53)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,13 @@ from mpift.core.ballots import (
     conclude,
     needed,
     tables,
+    wished,
 )
-from mpift.core.commit import REMEMBERED, Commit
+from mpift.core.commit import Commit
 from mpift.core.commit_events import (
     Decided,
     Entry,
+    Held,
     Instruction,
     Prepare,
     Prepared,
@@ -35,6 +38,7 @@ from mpift.core.commit_events import (
     TimedOut,
 )
 from mpift.core.membership import View
+from mpift.core.participant import REMEMBERED
 
 VIEW = View(0, (0, 1, 2, 3))
 MINE, OTHER = Content("history", "mine"), Content("history", "other")
@@ -158,15 +162,61 @@ def test_after_a_crash_a_member_knows_what_it_remembered() -> None:
     assert (answer.state, answer.content) == (State.VOTED, MINE)
 
 
-def test_what_is_too_old_to_be_remembered_is_neither_answered_nor_waited_for() -> None:
+def test_what_is_too_old_to_be_remembered_is_told_to_be_passed() -> None:
     machine, _ = hear(Commit(1, VIEW), Word.PREPARE, 0)
     assert machine.open == (PROPOSAL,)
     for version in range(100, 100 + REMEMBERED + 1):
         message = Message(Word.COMMITTED, Proposal(version, 0, 0, 4), 0, 0, NO_BALLOT, content=MINE)
         machine, _ = machine.handle(Received(message))
+    assert machine.open == (PROPOSAL,)  # others may still tell what became of it
+    assert len(machine.entries) == REMEMBERED + 1
+    older = Message(Word.ASK, Proposal(50, 0, 0, 4), 0, 2, Ballot(0, 2))
+    _, instructions = machine.handle(Received(older))
+    assert sent(instructions) == [("PASSED", (2,))]
+    newest = 100 + REMEMBERED
+    machine, instructions = hear(machine, Word.PASSED, 3, NO_BALLOT, newest=newest)
+    assert instructions == (Stale(7, newest),)
     assert machine.open == ()
-    assert len(machine.entries) == REMEMBERED
-    assert hear(machine, Word.ASK, 2, Ballot(0, 2)) == (machine, ())
+
+
+def test_a_decision_that_is_forgotten_at_once_is_told_whole() -> None:
+    machine = replace(proposed(), remembered=1)
+    newer = Message(Word.COMMITTED, Proposal(9, 0, 0, 4), 0, 0, NO_BALLOT, content=MINE)
+    machine, _ = machine.handle(Received(newer))
+    for member in (1, 2):
+        machine, _ = hear(machine, Word.VOTE, member, content=MINE, state=State.VOTED)
+    for member in (1, 2):
+        machine, instructions = hear(machine, Word.ACKNOWLEDGE, member)
+    assert Decided(PROPOSAL, True, MINE) in instructions
+    assert [i.message.content for i in instructions if isinstance(i, Send)] == [MINE]
+
+
+# -- what nobody has proposed ----------------------------------------------------------------------
+
+
+def test_a_member_wishes_for_what_it_holds_and_the_coordinator_proposes_it() -> None:
+    _, instructions = Commit(1, VIEW).handle(Held(7, MINE))
+    assert sent(instructions) == [("HELD", (0,))]
+    (wish,) = [i.message for i in instructions if isinstance(i, Send)]
+    coordinator, instructions = Commit(0, VIEW).handle(Received(wish))
+    assert sent(instructions) == [("PREPARE", (1, 2, 3))]
+    assert Prepare(PROPOSAL) in instructions
+    assert coordinator.handle(Received(wish)) == (coordinator, ())  # under way already
+
+
+def test_a_version_held_after_its_decision_is_told_of_it_and_an_older_one_is_stale() -> None:
+    machine, _ = hear(Commit(1, VIEW), Word.COMMITTED, 0, content=OTHER)
+    assert machine.handle(Held(7, MINE)) == (machine, (Decided(PROPOSAL, True, OTHER),))
+    assert machine.handle(Held(5, MINE)) == (machine, (Stale(5, 7),))
+
+
+def test_a_wish_for_what_the_coordinator_has_passed_is_answered_so() -> None:
+    wish = Message(Word.HELD, wished(5), 0, 1, NO_BALLOT)
+    _, instructions = proposed().handle(Received(wish))
+    (answer,) = [i.message for i in instructions if isinstance(i, Send)]
+    assert (answer.word, answer.newest) == (Word.PASSED, 7)
+    machine = Commit(1, VIEW)
+    assert machine.handle(Received(answer)) == (machine, (Stale(5, 7),))
 
 
 def test_words_of_another_view_are_void() -> None:
