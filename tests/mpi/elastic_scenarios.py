@@ -66,7 +66,8 @@ def commits_and_restores() -> dict[str, Any]:
         "milliseconds": sorted(1e3 * s for s in seconds)[len(seconds) // 2],
         "alike": len(set(_digests(model))) == 1,
     }
-    return result | _stale_and_corrupt(model, optimizer, state)
+    result |= _stale_and_corrupt(model, optimizer, state)
+    return result | _uneven(model, optimizer, state)
 
 
 def _stale_and_corrupt(
@@ -98,6 +99,30 @@ def _stale_and_corrupt(
         "repaired": set(repaired) == {wanted},
         "synchronized": set(_digests(model)) == {wanted} and state.batch == 7,
     }
+
+
+def _uneven(
+    model: torch.nn.Module, optimizer: Any, state: hvd.elastic.TorchState
+) -> dict[str, Any]:
+    """Ranks that commit late, not at all, or more often than others."""
+    _step(model, optimizer, 10)
+    if hvd.rank() == 3:
+        while state.version < 11_000:  # the others have decided it
+            time.sleep(0.001)
+    late = state.commit(wait=True)
+    hvd.barrier()
+    _step(model, optimizer, 11)
+    if hvd.rank() != 0:
+        state.commit(wait=True)
+    while state.version < 12_000:
+        time.sleep(0.001)
+    without = state.version
+    hvd.barrier()
+    if hvd.rank() == 1:
+        state.commit()
+    state.sync()
+    versions = hvd.allgather_object(state.version)
+    return {"late": late, "without_the_coordinator": without, "after_sync": len(set(versions))}
 
 
 def a_member_is_stopped_and_the_coordinator_dies(folder: str) -> dict[str, Any]:

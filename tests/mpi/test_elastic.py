@@ -50,6 +50,13 @@ def test_sync_gives_all_ranks_what_most_of_them_hold(seen: dict[int, Any]) -> No
     assert all(result["synchronized"] for result in seen.values())
 
 
+def test_ranks_that_commit_late_not_at_all_or_more_often_keep_nobody(seen: dict[int, Any]) -> None:
+    for result in seen.values():
+        assert result["late"] == 11_000
+        assert result["without_the_coordinator"] == 12_000
+        assert result["after_sync"] == 1
+
+
 def test_a_commit_needs_neither_a_stopped_minority_nor_the_coordinator(tmp_path: Path) -> None:
     outcome = run_ranks(
         5,
