@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ import xxhash
 from mpift import runtime
 from mpift.errors import MismatchError, RootLostError
 from mpift.reduction.operations import Kind, Operation
-from mpift.torch.operations import _broadcast_bytes
+from mpift.torch.state import bytes_of, write_bytes
+
+_HEAD_BYTES = 16  # int64[2]: root_rank, length of the object
 
 
 def broadcast_parameters(
@@ -33,22 +35,19 @@ def broadcast_parameters(
     named = [(name, value) for name, value in items if isinstance(value, torch.Tensor)]
     if not named:
         return
-    tensors = [tensor for _, tensor in named]
-    flat = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    flat = [bytes_of(tensor) for _, tensor in named]
     plan = digest([f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named])
     mine = np.frombuffer(bytes.fromhex(plan), np.uint8)
-    received = _from_any_root(np.concatenate([mine, torch.cat(flat).numpy()]), root_rank)
+    received = _from_any_root(np.concatenate([mine, *flat]), root_rank)
     if not np.array_equal(received[: len(mine)], mine):
         raise MismatchError(
             "the root broadcast tensors of other names, shapes, dtypes or order than this rank's:"
             " build the same model on every rank"
         )
     start = len(mine)
-    with torch.no_grad():
-        for tensor, old in zip(tensors, flat, strict=True):
-            piece = torch.from_numpy(received[start : start + len(old)].copy())
-            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
-            start += len(old)
+    for (_, tensor), old in zip(named, flat, strict=True):
+        write_bytes(received[start : start + len(old)].copy(), tensor)
+        start += len(old)
 
 
 def broadcast_optimizer_state(
@@ -63,19 +62,20 @@ def broadcast_optimizer_state(
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """The object of ``root_rank``, which must be picklable, on every rank; tensors come to the
-    CPU. As in ``broadcast_parameters`` the root is replaced if it dies too early."""
-    while True:
-        data = _pickled(obj)
-        try:
-            size = _broadcast_bytes(np.array([len(data)]).view(np.uint8), root_rank)
-            length = int(size.view(np.int64)[0])
-            received = _broadcast_bytes(
-                data if len(data) == length else np.zeros(length, np.uint8), root_rank
-            )
-        except RootLostError as error:
-            root_rank = _next_root(error)
-            continue
-        return torch.load(io.BytesIO(received.tobytes()), map_location="cpu", weights_only=False)
+    CPU. As in ``broadcast_parameters`` the root is replaced if it dies too early. Raises
+    ``MismatchError`` on all ranks if they name different roots."""
+    current = runtime.current()
+    for root in _roots(root_rank):
+        data = _pickled(obj) if root == current.member else np.zeros(0, np.uint8)
+        head = np.array([root_rank, len(data)], np.int64).view(np.uint8)
+        # One operation for length and contents: in a second one the same rank may be another
+        # member. Two dimensions, so that it can't be taken for the one of allgather_object.
+        framed = np.concatenate([head, data]).reshape(-1, 1)
+        everything = current.operate(Operation(Kind.ALLGATHER, framed)).reshape(-1)
+        found = _first_object(everything, root_rank)
+        if found is not None:
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=False)
+    raise AssertionError("there is always another root: this rank in the end")
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -97,6 +97,8 @@ def digest(state: Any) -> str:
     """XXH3-128 of a state, as hexadecimal: equal on two ranks only if every bit of it is.
 
     ``state`` is a tensor, a ``state_dict``, or any nesting of mappings, lists and plain values.
+    Mappings count in the order of their keys, as a ``state_dict`` has it, and values that are not
+    tensors by their ``repr``: equal ones of other types or in another order differ.
     """
     hasher = xxhash.xxh3_128()
     _feed(hasher, state)
@@ -126,14 +128,48 @@ def _pickled(obj: Any) -> np.ndarray:
     return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
+def _first_object(everything: np.ndarray, root_rank: int) -> bytes | None:
+    """The object that was gathered; None if its root is gone."""
+    found, start = None, 0
+    while start < len(everything):
+        stop = start + _HEAD_BYTES
+        named, length = everything[start:stop].copy().view(np.int64).tolist()
+        if named != root_rank:
+            raise MismatchError(
+                f"ranks called broadcast_object with different roots: root_rank {root_rank} here,"
+                f" {named} elsewhere; give the same on every rank"
+            )
+        start = stop + length
+        # Of two, if a rank was late to see a fault and so took another member for the root, the
+        # first counts on all ranks.
+        if length and found is None:
+            found = everything[stop:start].tobytes()
+    return found
+
+
 def _from_any_root(data: np.ndarray, root_rank: int) -> np.ndarray:
-    while True:
+    for root in _roots(root_rank):
         try:
-            return _broadcast_bytes(data, root_rank)
-        except RootLostError as error:
-            root_rank = _next_root(error)
+            return runtime.current().operate(Operation(Kind.BROADCAST, data, root=root))
+        except RootLostError:
+            continue
+    raise AssertionError("there is always another root: this rank in the end")
 
 
-def _next_root(error: RootLostError) -> int:
-    warnings.warn(f"{error}; going on with rank 0 of the survivors", stacklevel=3)
-    return 0
+def _roots(root_rank: int) -> Iterator[int]:
+    """Member ids: of ``root_rank``, and for as long as those so far are gone, or have left their
+    loops, the lowest other one. All ranks see the same view after the same operation."""
+    members = runtime.current().view.members
+    if not isinstance(root_rank, int) or not 0 <= root_rank < len(members):
+        raise MismatchError(f"root_rank {root_rank!r} is not a rank of 0 to {len(members) - 1}")
+    tried = [members[root_rank]]
+    while True:
+        yield tried[-1]
+        view = runtime.current().view
+        root = next(member for member in view.members if member not in tried)
+        warnings.warn(
+            f"broadcast: its root, member {tried[-1]}, is gone and nobody has its data; going on"
+            f" with rank {view.rank_of(root)} of the survivors",
+            stacklevel=3,
+        )
+        tried.append(root)

@@ -63,7 +63,9 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     """
     data = tensor.detach().to("cpu").contiguous()
     received = _broadcast_bytes(data.reshape(-1).view(torch.uint8).numpy(), root_rank)
-    return torch.from_numpy(received).view(tensor.dtype).view(tensor.shape).to(tensor.device)
+    result = torch.empty_like(data)
+    result.view(-1).view(torch.uint8).copy_(torch.from_numpy(received))
+    return result.to(tensor.device)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The state that an optimizer's rounds keep equal on all ranks, piece by piece and as one number.
 
 Pieces are the parameters, the tensors of the optimizer's state, and all plain values as one text:
-the settings of the parameter groups and what else the state holds. State that an optimizer makes in
-its first step, and parameters added later, are pieces from then on. Not among them: sparse tensors,
-and objects that are neither tensors nor plain values.
+the optimizer's own settings and what else the state holds. State that an optimizer makes in its
+first step, and parameters added later, are pieces from then on. Not among them: sparse tensors,
+objects that are neither tensors nor plain values, and what scripts put into parameter groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from mpift.torch.records import set_settings, settings_of
+from mpift.torch.records import own_settings_of, set_own_settings
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -62,24 +62,57 @@ class OptimizerState:
                     found[f"{name}: {key}"] = value
         return found
 
+    def settings(self) -> list[dict[str, Any]]:
+        """The optimizer's own settings, of each parameter group."""
+        return own_settings_of(self._optimizer)
+
     def plain(self) -> str:
-        """All plain values as JSON; floats keep all their bits in it."""
+        """All plain values as JSON, whatever their order here; floats keep all their bits in it."""
         others = [
             [index, str(key), value]
             for index, parameter in enumerate(_parameters(self._optimizer))
             for key, value in _state_of(self._optimizer, parameter)
             if isinstance(value, _PLAIN)
         ]
-        return json.dumps([settings_of(self._optimizer), others])
+        return json.dumps([self.settings(), others], sort_keys=True)
 
     def take_plain(self, text: str) -> None:
-        """Let the plain values be those that ``plain`` found on another rank."""
+        """Let the plain values be those that ``plain`` found on another rank, no more and no less.
+        Settings of other parameter groups than here are left as they are."""
         settings, others = json.loads(text)
-        set_settings(self._optimizer, settings)
+        set_own_settings(self._optimizer, settings)
+        wanted = {(index, name): value for index, name, value in others}
+        for index, parameter in enumerate(_parameters(self._optimizer)):
+            for key, value in _state_of(self._optimizer, parameter):
+                if isinstance(value, _PLAIN) and (index, str(key)) not in wanted:
+                    del self._optimizer.state[parameter][key]
         parameters = list(_parameters(self._optimizer))
-        for index, name, value in others:
+        for (index, name), value in wanted.items():
             state = self._optimizer.state[parameters[index]]
             state[next((key for key in state if str(key) == name), name)] = value
+
+
+def differences(text: str, other: str) -> dict[str, str]:
+    """What differs between two texts of ``plain``: by name, the values "here" and "there"."""
+    (mine, my_others), (theirs, their_others) = json.loads(text), json.loads(other)
+    found = {}
+    if len(mine) != len(theirs):
+        found["number of param_groups"] = f"{len(mine)} here, {len(theirs)} there"
+    rows = [
+        (f"param_groups[{index}][{name!r}]", name, one, another)
+        for index, (one, another) in enumerate(zip(mine, theirs, strict=False))
+        for name in sorted({*one, *another})
+    ]
+    here, there = (
+        {(index, name): value for index, name, value in others}
+        for others in (my_others, their_others)
+    )
+    rows += [(f"{key[1]} of parameter {key[0]}", key, here, there) for key in {**here, **there}]
+    for name, key, one, another in rows:
+        values = [json.dumps(side[key]) if key in side else "none" for side in (one, another)]
+        if values[0] != values[1]:
+            found[name] = f"{values[0]} here, {values[1]} there"
+    return found
 
 
 def hash_of(arrays: list[np.ndarray], text: str) -> int:
@@ -100,6 +133,8 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 def write_bytes(data: np.ndarray, tensor: torch.Tensor) -> None:
     """Let ``tensor`` have these bytes, as ``bytes_of`` gives them."""
+    if not data.size:  # torch can't see an empty array as another dtype
+        return
     values = torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)
     with torch.no_grad():
         tensor.copy_(values)

@@ -5,14 +5,20 @@ states on a helper thread, since nothing changes them before the next step. The 
 coordinator, and nobody waits for an answer. If two differ, a round soon after has all ranks examine
 their states: they stand still, the majority's state wins, and whoever deviates fetches what differs
 from those that hold it. The ranks go on when all are alike.
+
+Settings, the learning rate above all, differ if a script changes them on one rank alone, or steps a
+scheduler that doesn't follow the rounds. That is no fault of a machine: they are repaired each
+time, with a warning, and nobody is evicted for them or for what they have led to.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +29,14 @@ from mpift.core.verification import Judgement, judge
 from mpift.errors import InconsistentError, TransferError
 from mpift.reduction.examinations import Place
 from mpift.reduction.gradients import GradientRounds
-from mpift.torch.state import OptimizerState, bytes_of, flip_bit, hash_of, write_bytes
+from mpift.torch.state import (
+    OptimizerState,
+    bytes_of,
+    differences,
+    flip_bit,
+    hash_of,
+    write_bytes,
+)
 
 if TYPE_CHECKING:
     from mpift.runtime import Runtime
@@ -33,9 +46,14 @@ _INLINE_BYTES_MAX = 16 << 20
 # Meetings in a row that somebody could not come to, before it is left to the next check.
 _FRUITLESS_MEETINGS_MAX = 3
 _DIGEST_BYTES = 16
+_TRAIL_BYTES = 8
 # The first pieces of a row: what tensors there are, and the plain values. Tensors follow.
 _STRUCTURE, _PLAIN, _TENSORS = 0, 1, 2
 _NAMES_SHOWN = 5
+_SCHEDULERS = (
+    "give a scheduler that steps once a step to optimizer.register_scheduler, or that of a late"
+    " rank falls behind; change other settings on all ranks after the same round"
+)
 
 
 class Verification:
@@ -61,7 +79,11 @@ class Verification:
         self._runtime = runtime
         self._workload = workload
         self.every = every
-        self._attempts = 0  # at repairing this rank, those that came to nothing included
+        # At repairing this rank, those that came to nothing included, those of settings not.
+        self._attempts = 0
+        self._trail = bytes(_TRAIL_BYTES)  # of the settings of each round since an examination
+        self._settings: list[dict[str, Any]] | None = None  # of the last round of that
+        self._warned: set[str] = set()
         self._declined: set[int] = set()  # rounds
         self._fruitless = 0
         self._helper: concurrent.futures.ThreadPoolExecutor | None = None
@@ -83,10 +105,19 @@ class Verification:
 
     def round_applied(self, round_: int, alarm: bool) -> None:
         """``round_`` was applied: the state has the same bits on all ranks, or should have."""
+        self._follow_settings(round_)
         if alarm:
             self._examine_once(round_)
         if self.every and (round_ + 1) % self.every == 0 and self._runtime.view.size > 1:
             self._check(round_)
+
+    def _follow_settings(self, round_: int) -> None:
+        """Ranks whose settings were the same in each round have the same trail."""
+        settings = self._state.settings()
+        if settings != self._settings:
+            text = f"{round_} {json.dumps(settings, sort_keys=True)}"
+            self._trail = xxhash.xxh3_64_digest(self._trail + text.encode())
+            self._settings = settings
 
     def _check(self, round_: int) -> None:
         self.settle()
@@ -147,6 +178,7 @@ class Verification:
         key = f"lane {self.lane} round {round_}"
         transfer, member = self._runtime.transfer, self._runtime.member
         repaired: dict[str, int] = {}  # bytes that differed, by piece
+        before: Mapping[int, _Row] = {}  # what was met with last
         phase = 0
         try:
             while True:
@@ -159,19 +191,29 @@ class Verification:
                     return
                 judgement = judge({who: row.pieces for who, row in rows.items()})
                 if judgement.content is None:
-                    raise InconsistentError(_no_majority(round_, judgement, list(tensors)))
+                    raise InconsistentError(_no_majority(round_, judgement, list(tensors), rows))
                 if not judgement.deviating:
                     break
-                if member in judgement.deviating:
-                    donors = [who for who in rows if who not in judgement.deviating]
-                    self._may_be_repaired(judgement)
-                    found = self._repair(key, judgement, tensors, arrays, rows[donors[0]], donors)
+                donors = [who for who in rows if who not in judgement.deviating]
+                example, wrong = rows[donors[0]], judgement.deviating.get(member)
+                if _beyond_repair(judgement, rows, before):
+                    if wrong is not None:
+                        self._warn_of_settings(round_, rows[member], example, "beyond repair")
+                    break
+                if wrong is not None:
+                    parted = _PLAIN in wrong or rows[member].trail != example.trail
+                    self._may_be_repaired(wrong, caused=phase == 0 and parted)
+                    found = self._repair(key, judgement, tensors, arrays, example, donors)
                     for name, count in found.items():
                         repaired[name] = repaired.get(name, 0) + count
+                    if parted and self._state.plain().encode() == example.plain:
+                        self._warn_of_settings(round_, rows[member], example, "repaired")
+                before = rows
                 phase += 1
         finally:
             transfer.withdraw(key)
         self._fruitless = 0
+        self._trail, self._settings = bytes(_TRAIL_BYTES), None
         self.examinations += 1
         self.false_alarms += phase == 0
         if repaired:
@@ -186,21 +228,46 @@ class Verification:
         what = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in tensors.items()]
         structure = xxhash.xxh3_128_digest("\n".join(what).encode())
         digests = [xxhash.xxh3_128_digest(array.data) for array in arrays.values()]
-        row = _Row(structure, self._state.plain().encode(), digests)
+        row = _Row(structure, self._trail, self._state.plain().encode(), digests)
         rows = self._runtime.examinations.meet(place, row.encode())
         if rows is None:
             return None
         return {member: _Row.decode(data) for member, data in rows.items()}
 
-    def _may_be_repaired(self, judgement: Judgement) -> None:
-        """Leave if this rank was repaired too often, or can't be."""
+    def _warn_of_settings(self, round_: int, mine: _Row, example: _Row, kind: str) -> None:
+        """Say once which settings were not the majority's, and what to do; and once if they can't
+        be made so."""
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        found = differences(mine.plain.decode(), example.plain.decode())
+        what = _shown([f"{name}: {values}" for name, values in found.items()], "; ")
+        if kind == "beyond repair":
+            text = (
+                f"settings differ from those of most ranks and can't be made the same ({what}): all"
+                " go on as they are; make the same optimizer on every rank"
+            )
+        elif found:
+            text = f"settings differed from those of most ranks ({what}): repaired; {_SCHEDULERS}"
+        else:
+            text = (
+                "settings differed from those of most ranks in an earlier round, and what came of"
+                f" that was repaired; {_SCHEDULERS}"
+            )
+        where = f"rank {self._runtime.rank}, after round {round_}"
+        warnings.warn(f"{where}: {text}. This is said once", stacklevel=2)
+
+    def _may_be_repaired(self, wrong: Sequence[int], caused: bool) -> None:
+        """Leave if this rank was repaired too often, or can't be. Not counted is what its settings
+        ``caused``, which no machine's memory is to blame for, and settings alone."""
         limit = self._runtime.config.max_repairs
-        mine = judgement.deviating[self._runtime.member]
-        if _STRUCTURE in mine:
+        if _STRUCTURE in wrong:
             self._runtime.leave_evicted(
                 "has other tensors in its optimizer's state than a majority of the ranks, which"
                 " can't be repaired piece by piece"
             )
+        if caused or tuple(wrong) == (_PLAIN,):
+            return
         if self._attempts >= limit:
             self._runtime.leave_evicted(
                 f"deviates from the other ranks after it was repaired {self._attempts} times"
@@ -217,10 +284,17 @@ class Verification:
         example: _Row,
         donors: Sequence[int],
     ) -> dict[str, int]:
-        """Take over what differs from the majority; returns how many bytes did, by piece. Nothing,
-        if all who hold it are gone meanwhile: then the next meeting finds who holds what."""
+        """Take over what differs from the majority; returns how many bytes did, by piece. No
+        tensors, if all who hold them are gone meanwhile: the next meeting finds who holds what."""
         names = list(tensors)
         wrong = judgement.deviating[self._runtime.member]
+        found = {}
+        if _PLAIN in wrong:
+            mine, theirs = self._state.plain(), example.plain.decode()
+            self._state.take_plain(theirs)
+            if self._state.plain() != mine:
+                what = f"settings ({_shown(list(differences(mine, theirs)))})"
+                found[what] = _bytes_differing(mine.encode(), example.plain)
         wanted = [names[piece - _TENSORS] for piece in wrong if piece >= _TENSORS]
         fetched = {name: np.empty(arrays[name].size, np.uint8) for name in wanted}
         assert judgement.content is not None
@@ -228,14 +302,10 @@ class Verification:
         try:
             self._runtime.transfer.fetch(key, fetched, expected, donors)
         except TransferError:
-            return {}
-        found = {}
+            return found
         for name in wanted:
             found[name] = int(np.count_nonzero(fetched[name] != arrays[name]))
             write_bytes(fetched[name], tensors[name])
-        if _PLAIN in wrong:
-            found["settings"] = _bytes_differing(self._state.plain().encode(), example.plain)
-            self._state.take_plain(example.plain.decode())
         return found
 
     # -- faults on purpose -------------------------------------------------------------------------
@@ -247,10 +317,13 @@ class Verification:
 
 
 class _Row:
-    """What one rank holds: digests of its pieces, and the plain values themselves."""
+    """What one rank holds: digests of its pieces, the plain values themselves, and, not compared,
+    the trail of its settings."""
 
-    def __init__(self, structure: bytes, plain: bytes, digests: Sequence[bytes]) -> None:
-        self.structure, self.plain, self.digests = structure, plain, digests
+    def __init__(
+        self, structure: bytes, trail: bytes, plain: bytes, digests: Sequence[bytes]
+    ) -> None:
+        self.structure, self.trail, self.plain, self.digests = structure, trail, plain, digests
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
@@ -258,34 +331,57 @@ class _Row:
 
     def encode(self) -> np.ndarray:
         """uint8[n]."""
-        head = len(self.digests).to_bytes(8, "little")
-        return np.frombuffer(b"".join([head, self.structure, *self.digests, self.plain]), np.uint8)
+        head = len(self.digests).to_bytes(8, "little") + self.trail + self.structure
+        return np.frombuffer(b"".join([head, *self.digests, self.plain]), np.uint8)
 
     @classmethod
     def decode(cls, data: np.ndarray) -> _Row:
         raw = data.tobytes()
-        count, start = int.from_bytes(raw[:8], "little"), 8 + _DIGEST_BYTES
+        count, begin = int.from_bytes(raw[:8], "little"), 8 + _TRAIL_BYTES
+        start = begin + _DIGEST_BYTES
         stop = start + count * _DIGEST_BYTES
         digests = [raw[i : i + _DIGEST_BYTES] for i in range(start, stop, _DIGEST_BYTES)]
-        return cls(raw[8:start], raw[stop:], digests)
+        return cls(raw[begin:start], raw[8:begin], raw[stop:], digests)
+
+
+def _beyond_repair(
+    judgement: Judgement, rows: Mapping[int, _Row], before: Mapping[int, _Row]
+) -> bool:
+    """Whether nothing but settings differs any more, and a repair has left them as they were. The
+    same on all ranks, since it follows from the rows."""
+    return all(
+        wrong == (_PLAIN,) and who in before and rows[who].plain == before[who].plain
+        for who, wrong in judgement.deviating.items()
+    )
 
 
 def _bytes_differing(old: bytes, new: bytes) -> int:
     return sum(a != b for a, b in zip(old, new, strict=False)) + abs(len(old) - len(new))
 
 
-def _no_majority(round_: int, judgement: Judgement, names: Sequence[str]) -> str:
+def _shown(names: Sequence[str], separator: str = ", ") -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return separator.join(names[:_NAMES_SHOWN]) + more
+
+
+def _no_majority(
+    round_: int, judgement: Judgement, names: Sequence[str], rows: Mapping[int, _Row]
+) -> str:
     known = {_STRUCTURE: "what tensors there are", _PLAIN: "settings"}
     pieces = [
         known.get(piece) or (names[piece - _TENSORS] if piece - _TENSORS < len(names) else "more")
         for piece in judgement.pieces
     ]
-    shown = ", ".join(pieces[:_NAMES_SHOWN])
-    more = f" and {len(pieces) - _NAMES_SHOWN} more" if len(pieces) > _NAMES_SHOWN else ""
     groups = " | ".join(", ".join(map(str, group)) for group in judgement.groups)
+    hint = ""
+    if _PLAIN in judgement.pieces:
+        texts = list(dict.fromkeys(rows[group[0]].plain.decode() for group in judgement.groups))
+        hint = f". Settings that differ: {_shown(list(differences(*texts[:2])))}; {_SCHEDULERS}"
+    elif len({row.trail for row in rows.values()}) > 1:
+        hint = f". Settings have differed in a round before; {_SCHEDULERS}"
     return (
         f"the replicas differ after round {round_}, and no state is held by more than half of the"
-        f" members: {groups} differ in {shown}{more}. Go on from a checkpoint; if they differ from"
-        " the start on, call broadcast_parameters and broadcast_optimizer_state first."
-        " verify_every=0 lets them differ"
+        f" members: {groups} differ in {_shown(pieces)}. Go on from a checkpoint; if they differ"
+        " from the start on, call broadcast_parameters and broadcast_optimizer_state first."
+        f" verify_every=0 lets them differ{hint}"
     )

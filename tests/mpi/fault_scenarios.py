@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -140,3 +141,27 @@ def sampled_with_a_metric(samples: int) -> dict[str, Any]:
     length = len(loader)
     hvd.shutdown()
     return {"counts": counts.tolist(), "length": length}
+
+
+def objects_without_their_roots() -> dict[str, Any]:
+    """Objects are broadcast while a lower rank dies, by a root that dies before it has given its
+    own, and by one that has left."""
+    hvd.init()
+    here = runtime.current()
+    if here.member == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = [hvd.broadcast_object("x" * (here.member + 1), root_rank=3)]
+    hvd.barrier()
+    if here.member == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found.append(hvd.broadcast_object(f"of {here.member}", root_rank=2))
+        if here.member == 1:
+            hvd.shutdown()
+        else:
+            found.append(hvd.broadcast_object(f"of {here.member}", root_rank=0))
+            alone = torch.full((2,), float(here.member))
+            hvd.broadcast_parameters({"alone": alone}, root_rank=0)
+            found.append(alone.tolist())
+    return {"found": found, "said": [str(warning.message) for warning in caught]}

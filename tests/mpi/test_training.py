@@ -237,6 +237,17 @@ def test_a_death_before_the_training_begins_is_survived_too(victim: int, moment:
         assert result == {"size": 2, "alike": True}
 
 
+def test_a_broadcast_object_comes_from_its_root_or_from_whoever_is_left() -> None:
+    outcome = run_ranks(4, faults.objects_without_their_roots)
+    assert sorted(outcome.results) == [1, 2], str(outcome)
+    first, second = outcome.results[1], outcome.results[2]
+    assert first["found"] == ["xxxx", "of 1"]
+    assert second["found"] == ["xxxx", "of 1", "of 2", [2.0, 2.0]]
+    assert len(first["said"]) == 1
+    assert "member 3, is gone and nobody has its data; going on with rank 0" in first["said"][0]
+    assert "member 1, is gone" in second["said"][1]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_bit_identity_over_seeds_steps_and_victims(seed: int) -> None:

@@ -21,6 +21,9 @@ SHARED = [
     scenarios.late_and_damaged,
     scenarios.cannot_come,
     scenarios.scaled_and_skipped,
+    scenarios.notes,
+    scenarios.other_settings,
+    scenarios.other_groups,
     scenarios.two_against_two,
     scenarios.two_and_one_and_one,
 ]
@@ -76,6 +79,37 @@ def test_ranks_that_wait_for_each_other_put_the_examination_off(seen: dict[str, 
 def test_overflows_and_steps_left_out_are_no_mismatch(seen: dict[str, Any]) -> None:
     check_repaired(seen["scaled_and_skipped"], member=-1)
     assert [each["examinations"] for each in seen["scaled_and_skipped"]] == [0] * RANKS
+
+
+def test_notes_in_a_parameter_group_and_its_order_are_no_mismatch(seen: dict[str, Any]) -> None:
+    assert [each["examinations"] for each in seen["notes"]] == [0] * RANKS
+
+
+def test_a_rank_is_repaired_but_not_evicted_for_its_settings(seen: dict[str, Any]) -> None:
+    results = seen["other_settings"]
+    assert len({each["digest"] for each in results}) == 1
+    assert len({each["unchecked"]["digest"] for each in results}) == 1
+    for member, each in enumerate(results):
+        damaged = member == scenarios.DAMAGED
+        assert each["repairs"] >= 4 * damaged
+        assert each["unchecked"]["repairs"] == 3 * damaged
+        assert len(each["said"]) == 2 * damaged  # once by each optimizer
+    first, second = results[scenarios.DAMAGED]["said"]
+    assert "most ranks (param_groups[0]['foreach']: false here, null there): repaired" in first
+    assert "settings differed from those of most ranks in an earlier round" in second
+    for said in (first, second):
+        assert "optimizer.register_scheduler" in said
+
+
+def test_what_no_repair_can_change_is_said_once_and_training_goes_on(seen: dict[str, Any]) -> None:
+    results = seen["other_groups"]
+    assert len({each["digest"] for each in results}) == 1
+    assert [each["repairs"] for each in results] == [0] * RANKS
+    assert [len(each["said"]) for each in results] == [0, 0, 1, 0]
+    assert (
+        "can't be made the same (number of param_groups: 2 here, 1 there)"
+        in (results[scenarios.DAMAGED]["said"][0])
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,82 @@ def scaled_and_skipped() -> dict[str, Any]:
         scaler.step(optimizer)
         scaler.update()
     return found(model, optimizer)
+
+
+def notes() -> dict[str, Any]:
+    """A script keeps notes in a parameter group of one rank; another has its keys in another order
+    and was loaded with a scheduler's."""
+    hvd.init()
+    model = net()
+    optimizer = distributed(model)
+    if is_here(LATE):
+        state = optimizer.state_dict()
+        keys = [*state["param_groups"][0].items(), ("initial_lr", 0.1)]
+        state["param_groups"][0] = dict(reversed(keys))
+        optimizer.load_state_dict(state)
+    for number in range(8):
+        if is_here(DAMAGED):
+            optimizer.param_groups[0]["last_loss"] = float(number)
+        steps(model, optimizer, range(number, number + 1))
+    return found(model, optimizer)
+
+
+def until_examined(model: nn.Module, optimizer: Any, before: Callable[[], None]) -> None:
+    """Steps until all have examined their states once more; the damaged rank does something before
+    each."""
+    examinations, number = of(optimizer).examinations, optimizer.rounds_applied
+    for _ in range(60):
+        if is_here(DAMAGED):
+            before()
+        steps(model, optimizer, range(number, number + 1))
+        number += 1
+        if of(optimizer).examinations > examinations:
+            break
+
+
+def other_settings() -> dict[str, Any]:
+    """One rank has other settings again and again, oftener than a rank may be repaired: such as
+    change nothing else, such as change the parameters too, and such as are gone when all look."""
+    hvd.init(config=mpift.Config.load(max_repairs=1))
+    model, other = net(), net()
+    optimizer, unchecked = distributed(model), distributed(other, every=0)
+    group = unchecked.param_groups[0]
+    changes = [{"foreach": False}, {"foreach": False}, {"lr": 0.5}, {"lr": 0.25}]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for change in changes:
+            until_examined(
+                model, optimizer, lambda change=change: optimizer.param_groups[0].update(change)
+            )
+        for number in range(0, 60, 20):
+            group["lr"] = 0.5 if is_here(DAMAGED) else 0.01
+            steps(other, unchecked, range(number, number + 1))
+            group["lr"] = 0.01
+            of(unchecked).request_examination()
+            until_examined(other, unchecked, lambda: None)
+    said = [str(warning.message) for warning in caught if "after round" in str(warning.message)]
+    return {**found(model, optimizer), "unchecked": found(other, unchecked), "said": said}
+
+
+def other_groups() -> dict[str, Any]:
+    """One rank has the same parameters in two groups."""
+    hvd.init(config=mpift.Config.load(max_repairs=1))
+    model = net()
+    whole = list(model.parameters())
+    groups = [{"params": whole[:2]}, {"params": whole[2:]}] if is_here(DAMAGED) else whole
+    plain = torch.optim.SGD(groups, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), verify_every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            until_examined(model, optimizer, lambda: None)
+    said = [str(warning.message) for warning in caught if "after round" in str(warning.message)]
+    hvd.shutdown()
+    return {
+        "digest": hvd.digest(model.state_dict()),
+        "repairs": of(optimizer).repairs,
+        "said": said,
+    }
 
 
 def refused(groups: dict[int, int]) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mpift.core.membership import View
+from mpift.errors import MismatchError
 from mpift.reduction.buckets import ParameterSpec, empty_bucket, lay_out
 from mpift.reduction.records import Answer, Records, RecordWithheldError
 from mpift.torch.records import Record, decode, encode, set_settings, settings_of
@@ -50,6 +51,15 @@ def test_settings_of_one_optimizer_become_those_of_another() -> None:
     assert there.param_groups[0]["betas"] == (0.5, 0.6)
     assert there.param_groups[0]["lr"] is kept  # a tensor stays the one that a graph may hold
     assert float(kept) == pytest.approx(0.1)
+
+
+def test_settings_of_other_groups_are_refused_in_words() -> None:
+    here, there = (
+        torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(groups)])
+        for groups in (1, 2)
+    )
+    with pytest.raises(MismatchError, match=r"2 parameter groups, .* 1: make the same groups"):
+        set_settings(there, settings_of(here))
 
 
 # -- who is asked ----------------------------------------------------------------------------------

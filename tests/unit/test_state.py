@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from mpift.torch.state import OptimizerState, bytes_of, flip_bit, hash_of, write_bytes
+from mpift.torch.state import (
+    OptimizerState,
+    bytes_of,
+    differences,
+    flip_bit,
+    hash_of,
+    write_bytes,
+)
 
 
 def trained(steps: int = 2) -> tuple[nn.Linear, torch.optim.Adam, OptimizerState]:
@@ -79,6 +86,68 @@ def test_pieces_have_names_and_can_be_written_back() -> None:
     other_state.take_plain(state.plain())
     assert value(other_state) == value(state)
     assert torch.equal(other.weight, model.weight)
+
+
+def test_what_scripts_keep_in_a_group_and_the_order_of_its_keys_make_no_difference() -> None:
+    _, optimizer, state = trained()
+    before = state.plain()
+    group = optimizer.param_groups[0]
+    optimizer.param_groups[0] = dict(reversed([*group.items(), ("last_loss", 0.3)]))
+    assert state.plain() == before
+    optimizer.param_groups[0]["initial_lr"] = 7.0  # a scheduler's; what comes of it is in lr
+    assert state.plain() == before
+    optimizer.param_groups[0]["eps"] = 7.0
+    assert state.plain() != before
+
+
+ALTERED: dict[str, Callable[[Any, Any], Any]] = {
+    "less": lambda _, opt: opt.param_groups[0].pop("eps"),
+    "a list": lambda _, opt: opt.param_groups[0].update(betas=[0.1, 0.2]),
+    "a tensor of another type": lambda _, opt: opt.param_groups[0].update(lr=torch.tensor(1)),
+    "numpy": lambda _, opt: opt.param_groups[0].update(lr=np.float32(0.3)),
+    "nothing": lambda _, opt: opt.param_groups[0].update(lr=None),
+    "a note": lambda model, opt: opt.state[model.bias].update(more=7),
+    "no number": lambda model, opt: opt.state[model.bias].update(more=float("nan")),
+}
+
+
+@pytest.mark.parametrize("alter", ALTERED.values(), ids=ALTERED.keys())
+def test_a_repair_makes_plain_values_equal_in_both_directions(
+    alter: Callable[[Any, Any], Any],
+) -> None:
+    for altered_is_right in (False, True):
+        model, optimizer, altered = trained()
+        alter(model, optimizer)
+        _, _, usual = trained()
+        right, wrong = (altered, usual) if altered_is_right else (usual, altered)
+        assert len(differences(right.plain(), wrong.plain())) == 1
+        wrong.take_plain(right.plain())
+        assert wrong.plain() == right.plain()
+
+
+def test_settings_that_no_repair_can_change_are_left_and_named() -> None:
+    _, optimizer, state = trained()
+    _, other, other_state = trained()
+    other.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 3.0})
+    optimizer.param_groups[0]["lr"] = 5.0
+    before = state.plain()
+    state.take_plain(other_state.plain())
+    assert state.plain() == before
+    assert differences(before, other_state.plain()) == {
+        "number of param_groups": "1 here, 2 there",
+        "param_groups[0]['lr']": "5.0 here, 0.1 there",
+    }
+    other.param_groups.pop()
+    optimizer.param_groups[0]["foreach"] = object()
+    other_state.take_plain(state.plain())
+    names = list(differences(other_state.plain(), state.plain()))
+    assert names == ["param_groups[0]['foreach']"]
+
+
+def test_an_empty_tensor_is_written_back_like_any_other() -> None:
+    tensor = torch.empty(0, 3)
+    write_bytes(bytes_of(tensor).copy(), tensor)
+    assert tensor.shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

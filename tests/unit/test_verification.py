@@ -1,11 +1,14 @@
-"""The coordinator's machine for digests, and the judgement of an examination."""
+"""The coordinator's machine for digests, the judgement of an examination, and what is said then."""
 
 from __future__ import annotations
+
+import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpift.core.verification import KEPT_CHECKS, Digest, Digests, Mismatch, judge
+from mpift.torch.verification import _beyond_repair, _no_majority, _Row
 
 MEMBERS = frozenset({0, 2, 3})
 
@@ -92,3 +95,41 @@ def test_a_content_is_held_by_more_than_half_and_by_all_who_do_not_deviate(
     if judgement.content is not None:
         holders = {member for member, row in table.items() if row == judgement.content}
         assert holders == set(table) - set(judgement.deviating)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def row(lr: float, weight: bytes = b"w" * 16, trail: bytes = b"t" * 8) -> _Row:
+    settings = json.dumps([[{"lr": lr}], []]).encode()
+    return _Row.decode(_Row(b"s" * 16, trail, settings, [weight]).encode())
+
+
+def said_of(*rows: _Row) -> str:
+    table = dict(enumerate(rows))
+    judgement = judge({who: each.pieces for who, each in table.items()})
+    return _no_majority(7, judgement, ["weight"], table)
+
+
+def test_without_a_majority_settings_are_named_if_they_may_be_the_reason() -> None:
+    said = said_of(row(0.1), row(0.2))
+    assert "differ in settings. " in said
+    assert "Settings that differ: param_groups[0]['lr']; " in said
+    assert "optimizer.register_scheduler" in said
+    parted = said_of(row(0.1), row(0.1, b"v" * 16, trail=b"u" * 8))
+    assert "differ in weight. " in parted
+    assert "Settings have differed in a round before" in parted
+    assert "ettings" not in said_of(row(0.1), row(0.1, b"v" * 16))
+
+
+def test_beyond_repair_is_what_nothing_but_settings_differs_in_after_a_repair() -> None:
+    def is_beyond(now: _Row, before: _Row | None) -> bool:
+        rows = {0: row(0.1), 1: row(0.1), 2: now}
+        judgement = judge({who: each.pieces for who, each in rows.items()})
+        return _beyond_repair(judgement, rows, {} if before is None else {2: before})
+
+    assert is_beyond(row(0.2), row(0.2))
+    assert is_beyond(row(0.2), row(0.2, b"v" * 16))  # its tensors were repaired
+    assert not is_beyond(row(0.2), None)
+    assert not is_beyond(row(0.2), row(0.3))
+    assert not is_beyond(row(0.2, b"v" * 16), row(0.2, b"v" * 16))
