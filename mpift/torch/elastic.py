@@ -75,7 +75,7 @@ class TorchState:
         self._kept = _Snapshot(0, self._copy())  # the last decided, or the beginning
         self._decided = 0
         self._by_hand = -1  # the last version whose number the script gave
-        self._refusal = ""
+        self._error: Exception | None = None  # to be raised in the next call
         self._runtime.on_service(self._open)
 
     # -- for the script ----------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class TorchState:
         last one that was given is older than what others have.
         """
         self._runtime.require_service()
-        self._raise_refusal()
+        self._raise_error()
         if version is None:
             number = max(self._version + 1, self._rounds * _VERSIONS_A_ROUND)
         elif version <= self._version:
@@ -134,7 +134,7 @@ class TorchState:
         self._runtime.require_service()
         with self._runtime.waiting(), self._news:
             through = self._news.wait_for(lambda: not self._pending, timeout)
-        self._raise_refusal()
+        self._raise_error()
         return through
 
     def restore(self) -> None:
@@ -251,7 +251,11 @@ class TorchState:
             snapshot = self._pending.get(version)
         if snapshot is None:
             return  # given up meanwhile
-        content = Content(of_history, digest(self._common(snapshot.parts)))
+        try:
+            content = Content(of_history, digest(self._common(snapshot.parts)))
+        except Exception as error:  # noqa: BLE001, it is raised in the script's next call
+            self._end(version, error)
+            return
         with self._news:
             if self._pending.get(version) is not snapshot:
                 return
@@ -266,7 +270,9 @@ class TorchState:
         with self._news:
             if version in self._pending:
                 return False
-        past = max(self._version, self._rounds * _VERSIONS_A_ROUND - 1)
+        past = self._version
+        if past > 0 and self._by_hand < 0:
+            past = max(past, self._rounds * _VERSIONS_A_ROUND - 1)
         return self._runtime.leaving or version <= past
 
     def decided(self, decided: Decided) -> None:
@@ -281,22 +287,27 @@ class TorchState:
             same = mine is not None and mine.content == decided.content
             if mine is not None and same and version > self._kept.version:
                 self._kept = mine
-        self._refuse(version, max((newest for _, newest in decided.refused), default=-1))
+        self._settle(version, max((newest for _, newest in decided.refused), default=-1))
         if decided.committed and mine is not None and not same:
             self._deviates()
 
     def stale(self, version: int, newest: int) -> None:
         """On the service thread."""
-        self._refuse(version, newest)
+        self._settle(version, newest)
 
-    def _refuse(self, version: int, newest: int) -> None:
-        """``version`` is settled; others may be at a newer one."""
+    def _settle(self, version: int, newest: int) -> None:
+        """Something has become of ``version``; others may be at a newer one."""
+        error = None
+        if version == self._by_hand and newest > version:
+            error = StaleVersionError(
+                f"version {version} of the state is refused: others are at version {newest}"
+            )
+        self._end(version, error)
+
+    def _end(self, version: int, error: Exception | None) -> None:
         with self._news:
             self._pending.pop(version, None)
-            if version == self._by_hand and newest > version:
-                self._refusal = (
-                    f"version {version} of the state is refused: others are at version {newest}"
-                )
+            self._error = self._error or error
             self._news.notify_all()
 
     def _deviates(self) -> None:
@@ -305,11 +316,11 @@ class TorchState:
         if isinstance(optimizer, DistributedMixin):
             optimizer._mpift_reducer.verification.request_examination()
 
-    def _raise_refusal(self) -> None:
+    def _raise_error(self) -> None:
         with self._news:
-            refusal, self._refusal = self._refusal, ""
-        if refusal:
-            raise StaleVersionError(refusal)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def _has_state(value: Any) -> bool:
