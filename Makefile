@@ -11,6 +11,9 @@ PIP := $(BIN)/python -m pip install --progress-bar off -c constraints.txt
 # Open MPI finds its own mpirun, and the ranks their Python, through PATH.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 
+# Two tests at a time; which ones go beside each other is in tests/conftest.py.
+IN_PARALLEL := -n 2 --dist loadgroup
+
 # Open MPI refuses to run as root unless told twice, for itself and for its launcher. Only root says so.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -52,11 +55,11 @@ demo: setup ## Train on 4 ranks, kill one, let one hang, and finish (about a min
 	@$(IN_VENV) $(BIN)/mpift run -np 4 --chaos kill:2@50,stop:1@150 --summary out/demo/summary.json \
 		$(BIN)/python examples/digits.py
 
-test: setup ## Run the tests (about 12 minutes)
-	@$(IN_VENV) $(BIN)/python -m pytest
+test: setup ## Run the tests (about 13 minutes)
+	@$(IN_VENV) $(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-long: setup ## Run all tests, the slow and exhaustive ones included
-	@$(IN_VENV) $(BIN)/python -m pytest -m '' --timeout 1800
+	@$(IN_VENV) $(BIN)/python -m pytest $(IN_PARALLEL) -m '' --timeout 1800
 
 lint: setup ## Check style, formatting and types
 	@$(BIN)/ruff check .

@@ -73,6 +73,7 @@ setup(
             "mypy>=1.11",
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.6",
         ],
         "docs": ["mkdocs>=1.6"],

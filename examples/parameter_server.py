@@ -66,6 +66,7 @@ def main() -> int:
             f" {optimizer.stale_gradients}"
         )
         code = int(bool(lost) or reached < arguments.at_least)
+    code = hvd.broadcast_object(code)  # one rank that fails would be survived by the others
     hvd.shutdown()
     return code
 
