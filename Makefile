@@ -11,8 +11,8 @@ PIP := $(BIN)/python -m pip install --progress-bar off -c constraints.txt
 # Open MPI finds its own mpirun, and the ranks their Python, through PATH.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 
-# Two tests at a time; which ones go beside each other is in tests/conftest.py.
-IN_PARALLEL := -n 2 --dist loadgroup
+# Two files of tests at a time: most of the time is spent in starting ranks and waiting for them.
+IN_PARALLEL := -n 2 --dist loadfile
 
 # Open MPI refuses to run as root unless told twice, for itself and for its launcher. Only root says so.
 ifeq ($(shell id -u),0)

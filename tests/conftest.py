@@ -23,18 +23,6 @@ SHARED_MEMORY = Path("/dev/shm")
 OURS = ("mpift-", "sm_segment.")  # of mpift, and of Open MPI's transport between neighbours
 LIMIT_SECONDS = 10.0
 WALKED = "walked"
-CLOCKED = ("test_detection.py", "test_exits.py", "test_majority.py", "test_protocol.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in parallel: of those that look at clocks one at a time, and of the others
-    that start ranks."""
-    for item in items:
-        folder, name = item.path.parent.name, item.path.name
-        if folder == "cluster" or name in CLOCKED:
-            item.add_marker(pytest.mark.xdist_group("clocked"))
-        elif folder == "mpi":
-            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture
