@@ -206,8 +206,7 @@ class Runtime:
     @property
     def post(self) -> Post:
         """What a part needs to talk to other ranks."""
-        service = self._service
-        return Post(service.mailbox, service.parcels, service.call, service.hurry)
+        return self._service.post
 
     def attach(self, part: _Part) -> _Part:
         """Let the service's loop keep ``part`` going too; returns it."""

@@ -12,7 +12,6 @@ from mpift.errors import MismatchError
 from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Kind, Operation
 from mpift.reduction.records import Records
-from mpift.transport.part import Post
 from mpift.transport.service import Service
 from mpift.transport.world import MAX_LANES
 
@@ -57,8 +56,7 @@ class GradientLanes:
         self._on_service = on_service
         self._require_service = require_service
         self.followers: list[Follower] = []
-        post = Post(service.mailbox, service.parcels, service.call, service.hurry)
-        self.records = Records(post, lambda: service.away)
+        self.records = Records(service.post, lambda: service.away)
         on_service(lambda: service.attach(self.records))
 
     def open(self, workload: GradientRounds, follower: Follower) -> int:

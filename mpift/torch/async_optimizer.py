@@ -15,6 +15,7 @@ import torch
 from mpift import runtime
 from mpift.errors import GradientError
 from mpift.parameter_server.optimizers import SGD, Adagrad, ServerOptimizer
+from mpift.torch.mixing import mix_in, reduce_to_plain
 from mpift.torch.naming import name_parameters
 from mpift.torch.parameter_server import ParameterServer
 
@@ -68,6 +69,9 @@ class AsyncMixin:
         """Give up the server, when all ranks have called this; not needed at a script's end."""
         self._mpift_exchange.server.close()
 
+    # A copy has no server of its own.
+    __reduce_ex__ = reduce_to_plain
+
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Refused: the server's keys are those that it began with."""
         raise ValueError("an asynchronous optimizer takes no more parameters: make a new one")
@@ -105,21 +109,7 @@ def AsyncDistributedOptimizer(  # noqa: N802, the counterpart of DistributedOpti
         staleness = _STALENESS_A_RANK * runtime.current().view.size
     names = name_parameters(optimizer, named_parameters)
     exchange = Exchange(optimizer, names, rule, staleness)
-    scheduled = optimizer.__dict__.pop("step", None)
-    plain = type(optimizer)
-    mixed: Any = optimizer
-    mixed.__class__ = type(plain.__name__, (AsyncMixin, plain), {})
-    mixed._mpift_exchange = exchange
-    if scheduled is not None and hasattr(scheduled, "_wrapped_by_lr_sched"):
-        # A scheduler made before had put its counter around the plain step.
-        step = mixed.step
-
-        def counted(*arguments: Any, **keywords: Any) -> Any:
-            mixed._opt_called = True
-            return step(*arguments, **keywords)
-
-        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        mixed.step = counted
+    mix_in(optimizer, AsyncMixin, _mpift_exchange=exchange)
     return optimizer
 
 

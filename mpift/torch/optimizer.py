@@ -21,6 +21,7 @@ from mpift.errors import GradientError
 from mpift.reduction.gradients import RoundRules
 from mpift.torch import amp
 from mpift.torch.compression import Compression, compressor_of
+from mpift.torch.mixing import mix_in, reduce_to_plain
 from mpift.torch.naming import name_parameters
 from mpift.torch.reduce_ops import Average, ReduceOp, Sum
 from mpift.torch.reducer import Reducer
@@ -133,19 +134,8 @@ class DistributedMixin:
             name = f"group{number}.parameter{position}"
             self._mpift_reducer.names.setdefault(parameter, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy has no lane of its own: it is the plain optimizer that this one was made from.
-        return _blank, (_plain_class(self),), self.__getstate__()  # type: ignore[attr-defined]
-
-
-def _plain_class(optimizer: DistributedMixin) -> type:
-    """The class that the optimizer had before it was distributed."""
-    return type(optimizer).__mro__[2]
-
-
-def _blank(plain: type) -> Any:
-    """An instance without state, for copies and pickles to fill."""
-    return object.__new__(plain)
+    # A copy has no lane of its own.
+    __reduce_ex__ = reduce_to_plain
 
 
 def DistributedOptimizer(  # noqa: N802, the name that scripts use
@@ -202,7 +192,7 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
         _natural(config.verify_every if verify_every is None else verify_every, "verify_every"),
     )
     amp.install()
-    _distribute(optimizer, reducer)
+    mix_in(optimizer, DistributedMixin, _mpift_reducer=reducer, _mpift_skip=False)
     return optimizer
 
 
@@ -253,22 +243,3 @@ def _positive(number: int, name: str) -> int:
     if not isinstance(number, int) or number < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
     return number
-
-
-def _distribute(optimizer: Any, reducer: Reducer) -> None:
-    """Turn ``optimizer`` into an instance of its distributed class."""
-    scheduled = optimizer.__dict__.pop("step", None)
-    plain = type(optimizer)
-    optimizer.__class__ = type(plain.__name__, (DistributedMixin, plain), {})
-    optimizer._mpift_reducer = reducer
-    optimizer._mpift_skip = False
-    if scheduled is not None and hasattr(scheduled, "_wrapped_by_lr_sched"):
-        # A scheduler made before had put its counter around the plain step.
-        step = optimizer.step
-
-        def counted(*arguments: Any, **keywords: Any) -> Any:
-            optimizer._opt_called = True
-            return step(*arguments, **keywords)
-
-        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = counted

@@ -22,6 +22,7 @@ from mpift.reduction.buckets import Bucket, Layout, empty_bucket
 from mpift.reduction.gradients import Delivered, GradientRounds
 from mpift.runtime import Runtime
 from mpift.torch import amp
+from mpift.torch.mixing import plain_class
 from mpift.torch.records import Record, decode, encode, set_settings, settings_of
 from mpift.torch.verification import Verification
 
@@ -270,5 +271,4 @@ class Replica:
 def _plain_step(optimizer: Any) -> None:
     """The step of the class that the optimizer had before it was distributed."""
     optimizer._opt_called = True  # what a scheduler looks for before it complains
-    plain: Any = type(optimizer).__mro__[2]
-    plain.step(optimizer)
+    plain_class(optimizer).step(optimizer)

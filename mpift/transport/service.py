@@ -31,7 +31,7 @@ from mpift.transport.liveness import Slot
 from mpift.transport.mailbox import Mailbox
 from mpift.transport.pace import Pace
 from mpift.transport.parcels import Parcels
-from mpift.transport.part import Part
+from mpift.transport.part import Part, Post
 from mpift.transport.world import MAX_LANES, Rebuilt, Report, World
 
 # Rebuilds in a row that lost nobody and saw no round complete, before MPI is declared broken.
@@ -94,6 +94,7 @@ class Service:
             lambda lane, round_, late: self.lanes[lane].workload.note_late(round_, late),
         )
         self.parcels = Parcels(self.mailbox)
+        self.post = Post(self.mailbox, self.parcels, self.call, self.hurry)
         self._parts: list[Part] = [
             Alarm(),
             self.mailbox,

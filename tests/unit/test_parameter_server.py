@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mpift.core import events
 from mpift.core.membership import View
 from mpift.errors import KeyLostError, StalePushError
 from mpift.launch.story import Story
 from mpift.launch.verdict import Ending, judge
-from mpift.parameter_server import SGD, Adagrad, ParameterServer
+from mpift.parameter_server import SGD, ParameterServer
 from mpift.parameter_server.client import _Call
 from mpift.parameter_server.hub import Hub
 from mpift.parameter_server.letters import Letter, Letters
@@ -53,63 +52,6 @@ def test_keys_spread_evenly_over_members() -> None:
 
 def test_a_member_alone_holds_everything_without_a_backup() -> None:
     assert holders("a", [3]) == (3, None)
-
-
-# -- formulas --------------------------------------------------------------------------------------
-
-PAIRS: list[tuple[ServerOptimizer, Callable[[Any], torch.optim.Optimizer]]] = [
-    (SGD(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-    (SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    (
-        SGD(0.1, 0.9, 0.3, 0.05),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.05),
-    ),
-    (
-        SGD(0.1, 0.9, 0.0, 0.05, nesterov=True),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05, nesterov=True),
-    ),
-    (SGD(0.1, maximize=True), lambda p: torch.optim.SGD(p, lr=0.1, maximize=True)),
-    (Adagrad(0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
-    (
-        Adagrad(0.1, 0.01, 0.05, 1e-8, False, 0.5),
-        lambda p: torch.optim.Adagrad(
-            p, lr=0.1, lr_decay=0.01, weight_decay=0.05, eps=1e-8, initial_accumulator_value=0.5
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=[str(ours) for ours, _ in PAIRS])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_updates_are_those_of_torch(
-    ours: ServerOptimizer, theirs: Callable[[Any], torch.optim.Optimizer], dtype: type
-) -> None:
-    chance = np.random.default_rng(1)
-    value = chance.standard_normal(100).astype(dtype)
-    parameter = torch.nn.Parameter(torch.tensor(value))
-    optimizer, state = theirs([parameter]), ours.first(value)
-    for _ in range(30):
-        gradient = chance.standard_normal(100).astype(dtype)
-        parameter.grad = torch.tensor(gradient)
-        optimizer.step()
-        state = ours.apply(state, gradient, ours.settings)
-    assert state.rows.dtype == dtype
-    tolerance = 2e-6 if dtype is np.float32 else 1e-14
-    np.testing.assert_allclose(
-        state.value, parameter.detach().numpy(), rtol=tolerance, atol=tolerance
-    )
-
-
-def test_a_version_never_changes_once_it_is_handed_out() -> None:
-    for optimizer in (Assign(), SGD(0.1, 0.9), Adagrad(0.1)):
-        given = np.ones(3)
-        first = optimizer.first(given)
-        given[:] = 7
-        kept = first.rows.copy()
-        optimizer.apply(first, np.full(3, 2.0), optimizer.settings)
-        np.testing.assert_array_equal(first.rows, kept)
-        with pytest.raises(ValueError, match="read-only"):
-            first.value[0] = 1.0
 
 
 # -- letters ---------------------------------------------------------------------------------------
