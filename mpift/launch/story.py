@@ -7,23 +7,18 @@ asked for is worked out from the records when it is asked for. ``verdict`` judge
 from __future__ import annotations
 
 import itertools
-import re
-import signal
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpift.core import events
 from mpift.core.chaos import FATAL
 from mpift.errors import ExitCode
+from mpift.launch.last_words import exception_of, last_words, signal_name
 from mpift.observe.lines import in_words
 
-_TRACEBACK = "Traceback (most recent call last):"
-# What Python prints between the tracebacks of one chain.
-_CHAINED = ("During handling of the above", "The above exception was the direct cause")
 _STDERR_LINES_KEPT = 100
-_LAST_LINES_SHOWN = 5
 _TEXT_CHARS_MAX = 300
 
 
@@ -114,7 +109,8 @@ class Story:
         self._first_step: dict[int, float] = {}  # by epoch
         self._told_recoveries = 0
         self._suspected: set[int] = set()  # told of in the present view
-        self.keys_lost, self.repairs = set[str](), 0  # of parameter servers; of ranks' states
+        self.keys_lost: set[str] = set()  # of parameter servers
+        self.repairs = 0  # of ranks' states
 
     def member(self, number: int) -> Member:
         """Members that MPI itself spawned later are taken in as they show up."""
@@ -145,7 +141,8 @@ class Story:
         member.host = getattr(event, "host", "") or member.host
         match event:
             case events.RankStarting() | events.RankStarted():
-                member.starting, member.started = True, isinstance(event, events.RankStarted)
+                member.starting = True
+                member.started = isinstance(event, events.RankStarted)
                 self.started = self.started or member.started
             case events.FaultInjected():
                 member.faults.append(event)
@@ -164,12 +161,21 @@ class Story:
                 member.left = event
             case events.ProcessEnded():
                 return self._record_end(event, member)
-            case _:  # a stall, another band of health, a repair, lost keys
-                self.repairs += isinstance(event, events.RankRepaired)
-                self.keys_lost |= set(getattr(event, "keys", ()))
-                warning = getattr(event, "band", "") != "healthy"
-                return [Notice(_short(in_words(event) or ""), warning)]
+            case _:
+                return self._record_news(event)
         return []
+
+    def _record_news(self, event: events.Event) -> list[Notice]:
+        """What is shown as it is, and at most counted."""
+        warning = True
+        match event:
+            case events.HealthChanged(band=band):
+                warning = band != "healthy"
+            case events.RankRepaired():
+                self.repairs += 1
+            case events.KeysLost(keys=keys):
+                self.keys_lost |= set(keys)
+        return [Notice(_short(in_words(event) or ""), warning)]
 
     def _record_last_words(
         self, event: events.RankFailed | events.RankStopped | events.JobStopped, member: Member
@@ -356,38 +362,6 @@ def _reason(member: Member) -> str:
 
 def _verb(fault: events.FaultInjected) -> str:
     return fault.fault.partition(":")[0]
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` and the like."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def exception_of(lines: Iterable[str]) -> str:
-    """The exception that the last traceback among ``lines`` ends with; empty if there is none."""
-    kept = list(lines)
-    if _TRACEBACK not in kept:
-        return ""
-    last = len(kept) - 1 - kept[::-1].index(_TRACEBACK)
-    after = (line for line in kept[last + 1 :] if line and not line[0].isspace())
-    return next((line for line in after if re.match(r"[A-Za-z_][\w.]*(:|$)", line)), "")
-
-
-def last_words(lines: Iterable[str]) -> str:
-    """The last traceback among ``lines``, with those that it is chained to; else the last lines."""
-    kept = list(lines)
-    if _TRACEBACK not in kept:
-        return "\n".join(kept[-_LAST_LINES_SHOWN:])
-    begin = len(kept) - 1 - kept[::-1].index(_TRACEBACK)
-    while begin >= 2 and kept[begin - 2].startswith(_CHAINED):
-        earlier = kept[: begin - 2]
-        if _TRACEBACK not in earlier:
-            break
-        begin = len(earlier) - 1 - earlier[::-1].index(_TRACEBACK)
-    return "\n".join(kept[begin:])
 
 
 def _short(text: str) -> str:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpift.errors import ExitCode
-from mpift.launch.story import Failure, Recovery, Story, signal_name, stop_code
+from mpift.launch.last_words import signal_name
+from mpift.launch.story import Failure, Recovery, Story, stop_code
 
 _DIGITS = 4  # of seconds in the summary
 

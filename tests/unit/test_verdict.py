@@ -13,7 +13,8 @@ import pytest
 
 from mpift.core import events
 from mpift.launch.display import status_text
-from mpift.launch.story import Story, exception_of, last_words
+from mpift.launch.last_words import exception_of, last_words
+from mpift.launch.story import Story
 from mpift.launch.streams import Aborted, Item, Output, Splitter, Words
 from mpift.launch.verdict import Ending, Verdict, judge
 
