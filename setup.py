@@ -45,6 +45,7 @@ setup(
     package_data={"mpift": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
+        "h5py>=3.10",
         "mpi4py>=4.1",
         "numpy>=1.24",
         "psutil>=5.9",
@@ -62,6 +63,8 @@ setup(
         # torch_npu demands the torch of its own minor version, so it picks torch's.
         "npu": [*TORCH, "torch_npu>=2.4"],
         "examples": EXAMPLES,
+        # `mpift ckpt export --format safetensors`.
+        "safetensors": ["safetensors>=0.4"],
         # `mpift simulate --plot`.
         "plot": PLOT,
         # Health of CUDA devices.
@@ -69,6 +72,7 @@ setup(
         "test": [
             *EXAMPLES,
             *PLOT,
+            "safetensors>=0.4",
             "hypothesis>=6.100",
             "mypy>=1.11",
             "pytest>=8",

@@ -60,6 +60,14 @@ class TransferError(MpiftError, RuntimeError):
     """No donor is left that could give a state, or all gave other bytes than the digest says."""
 
 
+class CheckpointError(MpiftError, RuntimeError):
+    """A checkpoint can't be saved, or there is none that could be restored."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint is missing, cut short, changed, or not what the manifest says."""
+
+
 class StaleVersionError(MpiftError, RuntimeError):
     """A version of a state was to be committed although a newer one, or this one, was before."""
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from mpift import introduction
+from mpift import introduction, memory
+from mpift.checkpoint import group as groups
+from mpift.checkpoint.job import JobGroup
 from mpift.config import Config, unknown_variables
 from mpift.core import chaos, events
 from mpift.core.membership import View
@@ -79,14 +82,16 @@ class Runtime:
             Hooks(self._view_changed, self._give_up, self.strike),
         )
         self._node: Node | None = None
+        self._token = secrets.token_hex()  # the job's, once the ranks have met
         self._probe: HostProbe | None = None
-        self._exits = exits.Exits(self._last_words)
+        self.exits = exits.Exits(self._last_words)
         self._monitor = Monitor(self._service, config, self._give_up, self._abort_job)
         if startup.under_launcher():  # otherwise there is nobody to notice
-            self._exits.install()
+            self.exits.install()
             self._monitor.start()
         self.emit(events.RankStarting)
         self._service.start()
+        self.post: Post = self._service.post  # what a part needs to talk to other ranks
         world = self._service.world
         self.member = world.member
         self.identities = world.identities
@@ -106,8 +111,10 @@ class Runtime:
         atexit.register(_at_exit)
         with self._monitor.introduction():
             self._detect()
+        groups.provide(lambda: self.savers)
         self.emit(events.RankStarted, self.host, os.getpid(), self.view.size)
-        self._warn([*world.warnings, *unknown_variables()])
+        for warning in (*world.warnings, *unknown_variables()) if self.rank == 0 else ():
+            lines.warn(warning)
 
     def _detect(self) -> None:
         """Agree on the settings, then watch over the others and be watched over."""
@@ -115,7 +122,7 @@ class Runtime:
         if self.view.size == 1:
             return
         exchange = introduction.exchange_through(self.operate)
-        token = introduction.agree_on_settings(self.config, exchange)
+        token = self._token = introduction.agree_on_settings(self.config, exchange)
         here, alone = self.identities[self.member], len(self.nodes) == 1
         self._node = Node(self.config, token, here, self.neighbours, alone, lines.warn)
         addresses = introduction.watchdog_addresses(here.node, self._node.address, exchange)
@@ -167,7 +174,7 @@ class Runtime:
         """Carry out one operation with all ranks; returns its result, an array of its own."""
         self.require_service()
         operation.check()
-        self._exits.forget()
+        self.exits.forget()
 
         self._calls.carry_out(operation)
         self.see(operation.reduced_in)
@@ -192,7 +199,7 @@ class Runtime:
     def step_finished(self, step: int, together: bool = True) -> None:
         """A step of this rank's optimizer is over; ``together`` with the other ranks, or alone,
         when the script sees no new view by it."""
-        self._exits.forget()
+        self.exits.forget()
         view = self.view if together else self._service.world.view
         if view.coordinator == self.member:
             self._reporter.step_finished(step, view.epoch, view.size)
@@ -203,11 +210,6 @@ class Runtime:
 
     # -- parts of other rooms ----------------------------------------------------------------------
 
-    @property
-    def post(self) -> Post:
-        """What a part needs to talk to other ranks."""
-        return self._service.post
-
     def attach(self, part: _Part) -> _Part:
         """Let the service's loop keep ``part`` going too; returns it."""
         self.on_service(lambda: self._service.attach(part))
@@ -217,6 +219,18 @@ class Runtime:
     def hub(self) -> Hub:
         """What serves parameter servers; all ranks have one before any of them makes the first."""
         return self.attach(Hub(self.post))
+
+    def block_in_mpi(self, function: Callable[[Any], object], what: str) -> None:
+        """Call ``function`` with a communicator on the thread that owns MPI. All ranks do, and wait
+        for each other, so whoever hangs in it is ended after ``rebuild_timeout``."""
+        self.on_service(lambda: self._service.block(function, what))
+
+    @functools.cached_property
+    def savers(self) -> JobGroup:
+        """The ranks as those that save checkpoints together; all make theirs at the same place."""
+        node = self.identities[self.member].node
+        names = (memory.job_name(self._token, ""), memory.job_name(self._token, node))
+        return self.attach(JobGroup(self, names, introduction.exchange_through(self.operate)))
 
     def leave_evicted(self, reason: str) -> NoReturn:
         """This rank is no use to the others, and ends; ``reason`` is said of it."""
@@ -271,6 +285,7 @@ class Runtime:
         Returns when every rank has left, or after ``leave_timeout`` beyond its own end.
         """
         atexit.unregister(_at_exit)
+        groups.provide(None)
         self._reporter.send_values(wanted=self.rank == 0)
         self.examinations.joined = True
         self._service.join_all()
@@ -286,11 +301,11 @@ class Runtime:
         if self._service.world.finalize_would_hang:
             atexit.register(self._leave_without_finalize)
         else:
-            self._exits.remove()
+            self.exits.remove()
 
     def at_exit(self) -> None:
         """The interpreter's end: a failure leaves at once, everything else leaves politely."""
-        self._exits.check_at_exit()
+        self.exits.check_at_exit()
         self.shutdown()
         if self._service.world.finalize_would_hang:
             self._leave_without_finalize()
@@ -298,7 +313,7 @@ class Runtime:
     def _leave_without_finalize(self) -> None:
         atexit.unregister(self._leave_without_finalize)
         if os.getpid() == self.identities[self.member].pid:
-            exits.leave_after_exit_handlers(self._exits.code)
+            exits.leave_after_exit_handlers(self.exits.code)
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -308,11 +323,6 @@ class Runtime:
             raise NotInitializedError(
                 "mpift is shut down, or this is a forked child of the process that started it"
             )
-
-    def _warn(self, warnings: Iterable[str]) -> None:
-        if self.rank == 0:
-            for warning in warnings:
-                lines.warn(warning)
 
     def on_service(self, function: Callable[[], Any]) -> None:
         """Run ``function`` on the service thread, the only one that may call MPI, and wait; an
@@ -373,8 +383,10 @@ def is_running() -> bool:
 
 
 def shutdown() -> None:
-    """End the runtime, if there is one; see ``Runtime.shutdown``."""
+    """End the runtime, if there is one; see ``Runtime.shutdown``. Checkpoints that are being saved
+    are waited for first; ``CheckpointError`` if the last one has failed."""
     global _current
+    groups.close_managers()
     with _lock:
         runtime, _current = _current, None
     if runtime is not None:

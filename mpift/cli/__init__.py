@@ -2,7 +2,7 @@
 
 A file ``cli/NAME.py`` has either a function ``command`` or a ``typer.Typer`` called ``app``, and
 loads whatever is heavy inside its functions. An error of usage, or a ``MpiftError``, is one line
-and exit code 2; what a command returns is the exit code otherwise.
+and exit code 2, or 5 for a damaged checkpoint; what a command returns is the exit code otherwise.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mpift._version import __version__
-from mpift.errors import ExitCode, MpiftError
+from mpift.errors import CheckpointDamagedError, ExitCode, MpiftError
 
-COMMANDS = ("run", "doctor", "simulate", "bench")
+COMMANDS = ("run", "doctor", "ckpt", "simulate", "bench")
 
 # Options end at the first word that is none: what follows belongs to the command that is run.
 _CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # A group without a command "fails" with its help text.
         print(text if "\n" in text else f"{_path_of(error)}: {text}", file=sys.stderr)
     except MpiftError as error:
-        code = ExitCode.USAGE
+        damaged = isinstance(error, CheckpointDamagedError)
+        code = ExitCode.CHECKPOINT_DAMAGED if damaged else ExitCode.USAGE
         print(f"mpift {words[0]}: {error}", file=sys.stderr)
     except (KeyboardInterrupt, typer.Abort):
         code = 130

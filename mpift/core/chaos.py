@@ -22,6 +22,11 @@ The points:
     shrink      inside the first rebuild at or after that step, before the survivors' communicator
     split       inside that rebuild, after it, before the working communicators
     agree       inside that rebuild, before the agreement
+    snapshot    before the snapshot of a checkpoint of that step is taken
+    captured    right after it, before anybody has heard of it
+    announced   on the coordinator, when all parts are there, before the others hear of it
+    voting      when the checkpoint has been read back, before this rank votes for it
+    published   on the coordinator, when it is committed, before the others hear of it
 
 Parsing only: who acts on a fault is the room where its point lies.
 """
@@ -76,7 +81,9 @@ ON_STATE = ("flip",)
 _ITEM = re.compile(
     r"(?P<verb>[a-z]+):(?P<member>\d+)@(?P<step>\d+)(?:-(?P<last>\d+))?(?::(?P<argument>[\w.+-]+))?"
 )
-_POINT = re.compile(r"step|bucket\d+|shrink|split|agree")
+_POINT = re.compile(
+    r"step|bucket\d+|shrink|split|agree|snapshot|captured|announced|voting|published"
+)
 
 
 @dataclass(frozen=True, slots=True)

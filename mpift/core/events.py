@@ -147,6 +147,54 @@ class Reported(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    """A checkpoint is committed. Of its blocks some were written anew; bytes of the whole state,
+    and as stored of what was written."""
+
+    step: int
+    blocks: int
+    new_blocks: int
+    state_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed(Event):
+    """A save came to nothing; the checkpoints before it are what they were."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSkipped(Event):
+    """A rank was not ready for a snapshot, since the one before was still being written."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRestored(Event):
+    """All ranks went back to a checkpoint, read from "memory" or "storage", that ``saved_by`` ranks
+    had saved."""
+
+    step: int
+    source: str
+    saved_by: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointQuarantined(Event):
+    """A checkpoint is damaged and was moved away to ``place``."""
+
+    name: str
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankFailed(Event):
     """Last words of a rank that ends by itself with a failure."""
 
@@ -209,6 +257,11 @@ _KINDS: dict[str, type[Event]] = {
         StepFinished,
         KeysLost,
         RankRepaired,
+        CheckpointSaved,
+        CheckpointFailed,
+        CheckpointSkipped,
+        CheckpointRestored,
+        CheckpointQuarantined,
         Reported,
         RankFailed,
         RankLeft,

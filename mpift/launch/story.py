@@ -111,6 +111,8 @@ class Story:
         self._suspected: set[int] = set()  # told of in the present view
         self.keys_lost: set[str] = set()  # of parameter servers
         self.repairs = 0  # of ranks' states
+        self.checkpoints_saved = self.checkpoints_failed = 0
+        self.restored_step: int | None = None
 
     def member(self, number: int) -> Member:
         """Members that MPI itself spawned later are taken in as they show up."""
@@ -173,6 +175,14 @@ class Story:
                 warning = band != "healthy"
             case events.RankRepaired():
                 self.repairs += 1
+            case events.CheckpointSaved():
+                self.checkpoints_saved += 1
+                warning = False
+            case events.CheckpointFailed():
+                self.checkpoints_failed += 1
+            case events.CheckpointRestored():
+                self.restored_step = event.step
+                warning = False
             case events.KeysLost(keys=keys):
                 self.keys_lost |= set(keys)
         return [Notice(_short(in_words(event) or ""), warning)]

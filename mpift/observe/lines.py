@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from mpift.core import events
 
 EVENT_FD_VARIABLE = "MPIFT_EVENT_FD"
+_THOUSAND = 1000
 
 
 def subscriber(environment: Mapping[str, str] = os.environ) -> Callable[[events.Event], None]:
@@ -76,7 +77,7 @@ def in_words(event: events.Event) -> str | None:
         case events.JobStopped(reason=reason, exit_code=code):
             return f"the job stops with code {code}: {reason}"
         case _:
-            return None
+            return _checkpoint_in_words(event)
 
 
 def _rank_in_words(event: events.RankStalled | events.RankRepaired | events.KeysLost) -> str:
@@ -99,3 +100,31 @@ def _rank_in_words(event: events.RankStalled | events.RankRepaired | events.Keys
         f"{who} has made no progress at step {event.step} for {event.seconds:.0f} s, and others"
         f" wait for it; it is in {event.place}"
     )
+
+
+def _checkpoint_in_words(event: events.Event) -> str | None:
+    match event:
+        case events.CheckpointSaved(step=step, blocks=blocks, new_blocks=new, new_bytes=size):
+            return (
+                f"checkpoint of step {step} saved: {new} of {blocks} blocks changed, {_sized(size)}"
+            )
+        case events.CheckpointFailed(step=step, reason=reason):
+            return f"checkpoint of step {step} failed: {reason}"
+        case events.CheckpointSkipped(step=step, reason=reason):
+            return f"checkpoint of step {step} skipped: {reason}"
+        case events.CheckpointRestored(step=step, source=source, saved_by=ranks, bytes_read=size):
+            by = f"{ranks} rank{'s' * (ranks != 1)}"
+            return f"restored step {step} from {source}, saved by {by}: {_sized(size)} read a rank"
+        case events.CheckpointQuarantined(name=name, place=place, reason=reason):
+            return f"checkpoint {name} is damaged and was moved to {place}: {reason}"
+        case _:
+            return None
+
+
+def _sized(size_bytes: int) -> str:
+    amount = float(size_bytes)
+    for unit in ("B", "KB", "MB"):
+        if amount < _THOUSAND:
+            return f"{amount:.3g} {unit}"
+        amount /= _THOUSAND
+    return f"{amount:.3g} GB"

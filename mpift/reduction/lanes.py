@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpift.core import history
 from mpift.errors import MismatchError
 from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Kind, Operation
@@ -25,6 +26,10 @@ class Follower(Protocol):
     # Whether the script changes results before they are applied: then a round that no script has
     # dealt with is left out. Ranks agree on it where such rounds come about.
     touches: bool
+
+    @property
+    def history(self) -> str:
+        """Of the rounds that it has applied (``core.history``)."""
 
     def catch_up(self) -> None:
         """Apply what is complete."""
@@ -79,6 +84,10 @@ class GradientLanes:
             )
         self.followers.append(follower)
         return opened[0]
+
+    def history(self) -> str:
+        """Of the rounds that this rank has applied in all lanes; without a lane of none."""
+        return history.joined([follower.history for follower in self.followers])
 
     def _feed(self, lane: int, event: Any) -> None:
         self._require_service()  # or whoever waits for what follows waits for ever

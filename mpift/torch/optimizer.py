@@ -101,6 +101,11 @@ class DistributedMixin:
         set by hand, goes by this."""
         return self._mpift_reducer.replica.applied
 
+    def after_round(self, hook: Callable[[int], None]) -> None:
+        """Call ``hook`` with ``rounds_applied`` after each round that this rank applies, also those
+        that it was late for: then the state is the same on all ranks."""
+        self._mpift_reducer.replica.hooks.append(hook)
+
     def register_scheduler(self, scheduler: Any) -> Any:
         """Let ``scheduler`` make one step a round, whoever took part in it; returns it.
 

@@ -130,6 +130,11 @@ class Reducer:
         if synchronized:
             self.replica.skip(self._own)
 
+    @property
+    def history(self) -> str:
+        """Of the rounds applied."""
+        return self.replica.history
+
     def catch_up(self) -> None:
         """Apply what is complete, but for a round that the script is about to apply itself."""
         if not self.synchronized:

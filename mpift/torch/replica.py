@@ -70,6 +70,8 @@ class Replica:
         self.applied = 0  # rounds
         self.history = history.NO_HISTORY  # of those rounds
         self.reports: deque[RoundReport] = deque(maxlen=_ROUNDS_REPORTED)
+        # Called with ``applied`` after each round, replayed ones included.
+        self.hooks: list[Callable[[int], None]] = []
         self._missed: list[View] = []  # the view of each round replayed since somebody looked
         self._without_round = 0  # steps since then that no round came of
         self.lane = -1
@@ -168,6 +170,8 @@ class Replica:
         self._workload.applied(round_)
         self.applied = round_ + 1
         self.verification.round_applied(round_, delivered.alarm)
+        for hook in self.hooks:
+            hook(self.applied)
 
     def skip(self, round_: int) -> None:
         """The script did not step: the round is applied without a change."""

@@ -102,6 +102,10 @@ class Exits:
         """The script went on after a ``sys.exit`` that it caught."""
         self._code = 0
 
+    def fail(self, code: int, reason: str) -> None:
+        """At the interpreter's end: what the script left behind has failed."""
+        self._code, self._text = self._code or code, self._text or reason
+
     def check_at_exit(self) -> None:
         """At interpreter exit: end visibly if ``sys.exit`` was called with a failure."""
         if self._code and os.getpid() == self._pid:

@@ -59,6 +59,8 @@ class Kind(enum.IntEnum):
     EXAMINATION = 18
     # A letter between clients and holders of a parameter server, or a part of one.
     PARAMETERS = 20
+    # A word between the ranks that save a checkpoint, with what belongs to it.
+    CHECKPOINT = 21
 
 
 # Kinds that are true whatever the view is.

@@ -171,6 +171,11 @@ class Service:
         """On the service thread: another rank may wait for this one's answers for a while."""
         self._pace.hurry(time.monotonic())
 
+    def block(self, function: Callable[[Any], object], what: str) -> None:
+        """On the service thread: ``function`` calls MPI and may not come back."""
+        with self._blocking(what, "rebuild_timeout"):
+            function(self.world.control)
+
     def leave_behind(self, gone: BaseException) -> None:
         """On the service thread: members are gone for certain, whatever MPI says: rebuild."""
         self._fault = self._fault or gone

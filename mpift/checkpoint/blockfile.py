@@ -1,0 +1,380 @@
+"""Writing files of blocks: plain HDF5 files, each written once, synced, named and then read again.
+
+Full blocks of one kind make up one 1-D dataset ("float32_262144": dtype, elements of a block);
+what is shorter (ends of tensors, small tensors) is packed into another ("float32_ends"). Each has
+torch's name of its dtype as the attribute ``torch_dtype``. HDF5 makes the datasets and reserves
+their space; raw bytes are then written at their places in the file, from the memory in which they
+are: no copy, and no lock of HDF5's. Encoded blocks are chunks behind HDF5's own filters "shuffle"
+and "gzip", so that any HDF5 reads them.
+
+A file gets its name only when it is whole and synced, and never takes another's. It is read-only
+from then on. Nothing here is tried twice: on an error the file is removed and the error goes up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import h5py
+import numpy as np
+import xxhash
+
+from mpift.checkpoint import encoding, reading
+from mpift.checkpoint.blocks import TensorSpec, storage_dtype
+from mpift.checkpoint.durable import Disk, temporary
+from mpift.checkpoint.encoding import Bytes
+from mpift.checkpoint.manifest import BlockFile, Stored
+from mpift.errors import CheckpointDamagedError, CheckpointError
+
+# Not "latest": any HDF5 since 1.10 (2016) is to read these files, and refuse one not closed.
+LIBVER = ("v110", "v110")
+# For datasets, attributes and HDF5's index of the chunks.
+OVERHEAD_BYTES = 1 << 20
+WRITE_BYTES = 32 << 20
+WRITE_BLOCKS = 512  # Linux takes 1024 buffers at once
+BOTH_FILTERS_SKIPPED = 0b11
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block to be written: its raw bytes (1-D, contiguous; whole items), torch's name of its
+    dtype, the block size of its tensor in bytes, and ``blocks.digest`` of it."""
+
+    data: Bytes
+    dtype: str
+    block_bytes: int
+    digest: str
+
+    @property
+    def elements(self) -> int:
+        return self.data.nbytes // storage_dtype(self.dtype).itemsize
+
+    @property
+    def is_full(self) -> bool:
+        return self.data.nbytes == self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A dataset to be: its blocks by their numbers, one after the other."""
+
+    name: str
+    dtype: str
+    members: tuple[int, ...]
+    places: tuple[int, ...]  # each one's first element
+    elements: int
+    encoded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a block's bytes are in the file."""
+
+    offset: int
+    size_bytes: int
+
+
+def write_blocks(
+    disk: Disk, root: Path, name: str, blocks: Sequence[Block], encode: bool, threads: int
+) -> tuple[BlockFile, list[Stored]]:
+    """Write ``blocks`` (at least one) to ``root/blocks/name``, whose folder exists, and read the
+    file again; where each of them lies, in their order.
+
+    With ``encode``, full blocks of floating point are encoded by ``threads`` threads, which hold at
+    most two encodings each; blocks that would not get smaller are stored as they are. The blocks'
+    memory must not change meanwhile.
+
+    Raises ``CheckpointError`` if there is too little space, if there is such a file already, or if
+    it reads back other than written; ``OSError`` if the disk refuses. No file is left then.
+    """
+    path = root / "blocks" / name
+    _check_space(path, blocks)
+    parts = _parts(blocks, encode)
+    unfinished = temporary(path)
+    try:
+        spans = _write(unfinished, parts, blocks, threads)
+        unfinished.chmod(0o444)
+        disk.sync(unfinished)
+        disk.reached("block_file_synced")
+        disk.link(unfinished, path)
+    except FileExistsError:
+        raise CheckpointError(
+            f"{path} was written already: a file of blocks is never replaced; this attempt needs a"
+            " name of its own"
+        ) from None
+    finally:
+        disk.unlink(unfinished)
+    stored = _stored(f"blocks/{name}", parts, spans, blocks)
+    try:
+        disk.sync_folder(path.parent)
+        disk.reached("block_file_named")
+        _check_datasets(path, parts)
+        size, digest = _read_again(path, stored, blocks, threads)
+    except BaseException:
+        disk.unlink(path)
+        raise
+    return BlockFile(f"blocks/{name}", size, digest), stored
+
+
+def _check_space(path: Path, blocks: Sequence[Block]) -> None:
+    """Before anything is written: encodings are never larger than what they encode."""
+    needed = sum(block.data.nbytes for block in blocks) + OVERHEAD_BYTES
+    found = os.statvfs(path.parent)
+    free = found.f_bavail * found.f_frsize
+    if free < needed:
+        raise CheckpointError(
+            f"{path} needs {needed} bytes, and {path.parent} has {free} free: make room there, keep"
+            " fewer checkpoints, or save elsewhere"
+        )
+
+
+def _parts(blocks: Sequence[Block], encode: bool) -> list[_Part]:
+    members: dict[tuple[str, str, bool], list[int]] = {}
+    for index, block in enumerate(blocks):
+        name = f"{block.dtype}_{block.elements if block.is_full else 'ends'}"
+        encoded = encode and block.is_full and encoding.pays(block.dtype)
+        members.setdefault((name, block.dtype, encoded), []).append(index)
+    parts = []
+    for (name, dtype, encoded), indices in members.items():
+        *places, end = itertools.accumulate((blocks[i].elements for i in indices), initial=0)
+        parts.append(_Part(name, dtype, tuple(indices), tuple(places), end, encoded))
+    return parts
+
+
+def _write(
+    path: Path, parts: Sequence[_Part], blocks: Sequence[Block], threads: int
+) -> dict[int, _Span]:
+    """The whole file, not synced; the span of each block by its number."""
+    spans: dict[int, _Span] = {}
+    with ThreadPoolExecutor(threads, "mpift-write") as pool:
+        with _new_file(path) as file:
+            for part in parts:
+                if part.encoded:
+                    spans.update(_write_encoded(file, part, blocks, pool, 2 * threads))
+                else:
+                    spans.update(_reserve(file, part, blocks))
+        raw = [index for part in parts if not part.encoded for index in part.members]
+        _write_raw(path, [(spans[index].offset, blocks[index].data) for index in raw], pool)
+    return spans
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[Any]:
+    # Nobody else knows of the file, and some file systems have no locks.
+    file = h5py.File(path, "x", libver=LIBVER, locking=False)
+    try:
+        yield file
+    except BaseException:
+        # HDF5 writes once more when it closes: that this fails too is not the cause.
+        with contextlib.suppress(OSError, RuntimeError):
+            file.close()
+        raise
+    try:
+        file.close()
+    except RuntimeError as error:  # what h5py makes of all that happens then
+        raise CheckpointError(f"{path} cannot be finished, the disk refuses: {error}") from None
+
+
+def _dataset(file: Any, part: _Part, settings: Any) -> Any:
+    made = h5py.h5d.create(
+        file.id,
+        part.name.encode(),
+        h5py.h5t.py_create(storage_dtype(part.dtype), logical=True),
+        h5py.h5s.create_simple((part.elements,)),
+        settings,
+    )
+    h5py.Dataset(made).attrs["torch_dtype"] = part.dtype
+    return made
+
+
+def _reserve(file: Any, part: _Part, blocks: Sequence[Block]) -> Iterator[tuple[int, _Span]]:
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_layout(h5py.h5d.CONTIGUOUS)
+    settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    start = _dataset(file, part, settings).get_offset()
+    itemsize = storage_dtype(part.dtype).itemsize
+    for index, place in zip(part.members, part.places, strict=True):
+        yield index, _Span(start + place * itemsize, blocks[index].data.nbytes)
+
+
+def _write_encoded(
+    file: Any, part: _Part, blocks: Sequence[Block], pool: ThreadPoolExecutor, in_flight: int
+) -> Iterator[tuple[int, _Span]]:
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_chunk((blocks[part.members[0]].elements,))
+    settings.set_shuffle()
+    settings.set_deflate(1)
+    dataset = _dataset(file, part, settings)
+    itemsize = storage_dtype(part.dtype).itemsize
+    calls = (
+        functools.partial(encoding.encode, blocks[index].data, itemsize) for index in part.members
+    )
+    encodings = _in_order(pool, calls, in_flight)
+    for index, place, encoded in zip(part.members, part.places, encodings, strict=True):
+        # Only what is smaller counts as encoded: readers tell the two apart by the length.
+        if len(encoded) < blocks[index].data.nbytes:
+            dataset.write_direct_chunk((place,), encoded)
+        else:
+            dataset.write_direct_chunk((place,), blocks[index].data, BOTH_FILTERS_SKIPPED)
+    spans = _chunks(dataset)
+    for index, place in zip(part.members, part.places, strict=True):
+        yield index, spans[place]
+
+
+def _chunks(dataset: Any) -> dict[int, _Span]:
+    """The chunks by their first element."""
+    found: list[Any] = []
+    if hasattr(dataset, "chunk_iter"):
+        dataset.chunk_iter(found.append)
+    else:  # HDF5 before 1.12.3; its time grows with the square of the number
+        found += map(dataset.get_chunk_info, range(dataset.get_num_chunks()))
+    return {chunk.chunk_offset[0]: _Span(chunk.byte_offset, chunk.size) for chunk in found}
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, calls: Iterable[Callable[[], T]], in_flight: int
+) -> Iterator[T]:
+    """The results of ``calls``, of which at most ``in_flight`` are begun and not yet taken."""
+    waiting: deque[Future[T]] = deque()
+    for call in calls:
+        if len(waiting) == in_flight:
+            yield waiting.popleft().result()
+        waiting.append(pool.submit(call))
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _write_raw(path: Path, pieces: Sequence[tuple[int, Bytes]], pool: ThreadPoolExecutor) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for _ in pool.map(functools.partial(_write_run, descriptor), _write_runs(pieces)):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+
+
+def _write_runs(
+    pieces: Iterable[tuple[int, Bytes]],
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Pieces that follow each other in the file, to be written at once."""
+    run: list[memoryview] = []
+    start = end = 0
+    for offset, data in pieces:
+        if run and (
+            offset != end or end - start + data.nbytes > WRITE_BYTES or len(run) == WRITE_BLOCKS
+        ):
+            yield start, run
+            run = []
+        if not run:
+            start = end = offset
+        run.append(data.data)
+        end += data.nbytes
+    if run:
+        yield start, run
+
+
+def _write_run(descriptor: int, run: tuple[int, list[memoryview]]) -> None:
+    offset, views = run
+    while views:
+        written = os.pwritev(descriptor, views, offset)
+        offset += written
+        while views and written >= views[0].nbytes:
+            written -= views.pop(0).nbytes
+        if views:
+            views[0] = views[0][written:]
+
+
+def _stored(
+    name: str, parts: Sequence[_Part], spans: dict[int, _Span], blocks: Sequence[Block]
+) -> list[Stored]:
+    found = {
+        index: Stored(
+            name,
+            part.name,
+            place,
+            spans[index].offset,
+            spans[index].size_bytes,
+            blocks[index].digest,
+        )
+        for part in parts
+        for index, place in zip(part.members, part.places, strict=True)
+    }
+    return [found[index] for index in range(len(blocks))]
+
+
+def _check_datasets(path: Path, parts: Sequence[_Part]) -> None:
+    """HDF5 finds what it was told to make: its own part of the file is not covered by digests."""
+    try:
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise CheckpointError(f"{path} was written, but HDF5 cannot open it: {error}") from None
+    with file:
+        for part in parts:
+            found = file.get(part.name)
+            if found is None or (found.shape, found.dtype, found.attrs.get("torch_dtype")) != (
+                (part.elements,),
+                storage_dtype(part.dtype),
+                part.dtype,
+            ):
+                raise CheckpointError(
+                    f"{path} was written, but its dataset {part.name} reads back as {found}, not as"
+                    f" {part.elements} of {part.dtype}: the disk or its file system is at fault"
+                )
+
+
+def _read_again(
+    path: Path, stored: Sequence[Stored], blocks: Sequence[Block], threads: int
+) -> tuple[int, str]:
+    """Compare every block, and give the file's size and digest, in one pass over it."""
+    whole = xxhash.xxh3_128()
+    with ThreadPoolExecutor(threads, "mpift-check") as pool, path.open("rb", buffering=0) as file:
+
+        def calls() -> Iterator[Callable[[], None]]:
+            for index in sorted(range(len(stored)), key=lambda index: stored[index].offset):
+                _take(file, stored[index].offset - file.tell(), whole)
+                data = _take(file, stored[index].stored_bytes, whole)
+                yield functools.partial(
+                    _check_block, path, data, stored[index], blocks[index], index
+                )
+
+        for _ in _in_order(pool, calls(), 2 * threads):
+            pass
+        size = os.fstat(file.fileno()).st_size
+        _take(file, size - file.tell(), whole)
+    return size, whole.hexdigest()
+
+
+def _take(file: Any, size_bytes: int, whole: Any) -> Bytes:
+    """The next bytes of a file, fewer where it ends."""
+    data = np.empty(size_bytes, np.uint8)
+    got = 0
+    while count := file.readinto(data[got:].data):
+        got += count
+    whole.update(data[:got].data)
+    return data[:got]
+
+
+def _check_block(path: Path, data: Bytes, stored: Stored, block: Block, index: int) -> None:
+    size = block.data.nbytes
+    spec = TensorSpec(f"written block {index}", block.dtype, (block.elements,), size)
+    out = data if data.nbytes == size else np.empty(size, np.uint8)
+    try:
+        reading.check(path, data, stored, spec, 0, out)
+    except CheckpointDamagedError as error:
+        raise CheckpointError(
+            f"a file of blocks reads back other than it was written: {error}"
+        ) from None

@@ -1,0 +1,390 @@
+"""``CheckpointManager``: saves and restores for a training script, alone or as part of a job.
+
+A save holds training for one copy in memory; the rest is done by the writer process. It counts once
+it is committed: a majority of the ranks has read it back, and its COMMIT file is on storage. What
+fails meanwhile costs that checkpoint alone; it is told at the next step and at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpift.checkpoint import group as groups
+from mpift.checkpoint.directory import Directory, block_name
+from mpift.checkpoint.durable import publish
+from mpift.checkpoint.manifest import order_of, version_of
+from mpift.checkpoint.part import Part
+from mpift.checkpoint.ram import RamTier
+from mpift.checkpoint.restoring import Restored, Restoring, Wish
+from mpift.checkpoint.saves import Capture, Outcome, Rules, Saves
+from mpift.checkpoint.scribe import Scribe
+from mpift.checkpoint.slots import Slots
+from mpift.checkpoint.tenancy import Tenancy
+from mpift.core import events
+from mpift.errors import CheckpointError, MpiftError, StaleVersionError
+
+
+class CheckpointManager:
+    """Checkpoints of a training run in ``directory``; all ranks of a job make theirs in the same
+    order, and call its methods together.
+
+    A *state* is a dictionary of names to objects: modules, optimizers, schedulers, anything with a
+    ``state_dict``, and plain values. Parameters, optimizer state and schedulers, which all ranks
+    hold alike, are written once, by all ranks together; buffers, random number generators and the
+    rest are every rank's own.
+
+    ``every``: steps between two saves, for ``due`` and ``follow`` (default: the setting
+    ``checkpoint_every``). ``directory`` is shared by all nodes (default: the setting
+    ``checkpoint_directory``). ``keep`` newest checkpoints stay, and those whose step is a multiple
+    of ``keep_every``, and pinned ones. ``encode``: compress floats without loss: True, False, or
+    "auto" (where storage is slower than that). ``when_busy``: what a save does while the one before
+    is still being written: "skip" or "wait". ``ram_every``: steps between two snapshots that are
+    kept in memory, in ``ram_directory`` (default ``/dev/shm``); 0 for none. ``layout``: "blocks",
+    or "shared" for one file that all ranks write at once through parallel HDF5, while training
+    waits. ``full_every``, ``compact_below``, ``timeout_seconds``: see ``saves.Rules``.
+
+    Raises ``CheckpointError`` on all ranks if the directory can't be written to, or another job
+    writes to it.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        every: int | None = None,
+        keep: int = 2,
+        keep_every: int | None = None,
+        encode: bool | str = "auto",
+        when_busy: str = "skip",
+        ram_every: int = 0,
+        ram_directory: str | os.PathLike[str] | None = None,
+        full_every: int = 50,
+        compact_below: float = 0.5,
+        timeout_seconds: float = 600.0,
+        layout: str = "blocks",
+    ) -> None:
+        _check(keep=keep, every=every, full_every=full_every)
+        _check_words(when_busy, encode, layout)
+        self._shared_file = _shared_file_writer() if layout == "shared" else None
+        self._group = group = groups.current()
+        config = group.config
+        self.directory = Path(directory or config.checkpoint_directory).absolute()
+        self.every = every or config.checkpoint_every or 1
+        self._waits = when_busy == "wait"
+        self._files = Directory(self.directory)
+        self._ram_every = ram_every
+        self._ram = None
+        if ram_every:
+            self._ram = RamTier(self.directory, Path(ram_directory) if ram_directory else None)
+            self._ram.prepare()
+        self._news = threading.Lock()
+        self._problems: list[str] = []  # not told to the script yet
+        self._failed = ""  # why the last save failed, until one succeeds
+        self._last = 0  # the newest version that this rank was asked to save
+        self._committed = 0  # the newest version known to be committed
+        # Steps of a followed optimizer, and those that were made before its first.
+        self._count: Callable[[], int] = lambda: 0
+        self._offset = 0
+        self._closed = False
+        self._tenancy = Tenancy(group, self._files, self._warn)
+        # Ranks of a node share its cores.
+        threads = max(1, (os.cpu_count() or 1) // len(group.seat(whole=False).neighbours))
+        self._scribe = Scribe(threads, orphans=group.alone and self._ram is None)
+        self._scribe.start()
+        self._slots = Slots(group, self._scribe, self._ram)
+        rules = Rules(encode, keep, keep_every, full_every, compact_below, timeout_seconds)
+        self._saves = Saves(
+            group, self._scribe, self.directory, rules, self._slots.paths, self._told
+        )
+        self._restoring = Restoring(group, self._files, self._ram)
+        self._open()
+        groups.opened(self)
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    def _open(self) -> None:
+        done = threading.Event()
+
+        def open_here() -> None:
+            self._saves.number = self._slots.number = self._group.open(self._saves)
+            done.set()
+
+        self._group.call(open_here)
+        done.wait()
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is one to save at."""
+        return step % self.every == 0
+
+    def save(self, step: int, state: Mapping[str, Any], wait: bool = False) -> bool:
+        """Save ``state`` as it is now, after ``step`` steps; returns whether that was begun (and
+        with ``wait``, whether it is committed), or skipped since the one before is not through.
+
+        Raises ``StaleVersionError`` if this or a newer step was saved since the last restore,
+        ``CheckpointError`` for a state that can't be saved and, with ``wait``, if saving fails.
+        """
+        self._surface()
+        begun = self._snapshot(step, state, persist=True)
+        if wait and begun:
+            self.wait()
+            if self.committed_step != step:
+                self._problems.clear()
+                raise CheckpointError(f"step {step} was not saved: {self._failed or 'given up'}")
+        return begun
+
+    @property
+    def committed_step(self) -> int | None:
+        """The newest step that is known to be committed, or was restored from storage."""
+        return order_of(self._committed)[1] if self._committed else None
+
+    def _snapshot(self, step: int, state: Mapping[str, Any], persist: bool) -> bool:
+        version = version_of((self._tenancy.generation, step))
+        if version <= self._last:
+            raise StaleVersionError(
+                f"step {step} can't be saved after step {order_of(self._last)[1]}: steps grow, but"
+                " after a restore of an older one"
+            )
+        self._last = version
+        self._group.strike(step, "snapshot")
+        slot = None if self._tenancy.lost else self._slots.find(self._waits)
+        if slot is None:
+            reason = self._tenancy.lost or "the checkpoint before it is still being written"
+            self._slots.skip(version)
+            if persist:
+                self._group.call(lambda: self._saves.skipped(version, reason))
+            return False
+        seat = self._group.seat(whole=self._ram is not None)
+        capture = self._slots.take(slot, state, version, seat)
+        self._group.strike(step, "captured")
+        part = self._write_shared(capture) if persist and self._shared_file is not None else None
+
+        def sealed(error: str) -> None:
+            if error:
+                self._warn(f"step {step} is not kept in memory: {error}")
+            if persist:
+                self._group.call(lambda: self._saves.captured(capture, part))
+            else:
+                self._slots.free(version)
+
+        self._slots.seal(capture, sealed)
+        return True
+
+    def _write_shared(self, capture: Capture) -> Part:
+        """Write one file with all ranks, now; training waits for it."""
+        assert self._shared_file is not None
+        write, (generation, step) = self._shared_file, order_of(capture.version)
+        name = block_name(step, capture.origin.owners[0], self._group.epoch, 0, generation)
+        part: Part = self._group.collectively(
+            lambda comm: write(comm, self._files.disk, self.directory, name, capture.arena)
+        )
+        return part
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all saves that were begun have come to an end, at most ``timeout`` seconds;
+        returns whether they have."""
+        return self._slots.wait(timeout)
+
+    # -- what becomes of them ----------------------------------------------------------------------
+
+    def _warn(self, problem: str) -> None:
+        with self._news:
+            self._problems.append(problem)
+
+    def _told(self, outcome: Outcome) -> None:
+        """On the group's thread."""
+        if outcome.summary is not None:
+            self._committed, self._failed = max(self._committed, outcome.version), ""
+        elif not outcome.version:
+            self._warn(outcome.reason)
+        elif not outcome.skipped:
+            self._warn(f"step {outcome.step} was not saved: {outcome.reason}")
+            self._failed = outcome.reason
+        if self._group.leads and outcome.version:
+            self._report(outcome)
+        self._slots.free(outcome.version)
+
+    def _report(self, outcome: Outcome) -> None:
+        summary = outcome.summary
+        if summary is None:
+            failed = events.CheckpointSkipped if outcome.skipped else events.CheckpointFailed
+            self._group.emit(failed, outcome.step, outcome.reason)
+            return
+        self._group.emit(
+            events.CheckpointSaved,
+            outcome.step,
+            summary.blocks,
+            summary.new_blocks,
+            summary.state_bytes,
+            summary.new_bytes,
+        )
+
+    def _surface(self) -> None:
+        """What went wrong in the background is told where the script can see it."""
+        with self._news:
+            problems, self._problems = self._problems, []
+        for problem in problems:
+            warnings.warn(f"checkpoint in {self.directory}: {problem}", stacklevel=3)
+
+    # -- following an optimizer --------------------------------------------------------------------
+
+    def follow(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Save ``state`` by itself from now on, after every ``every``-th step of ``optimizer`` (and
+        to memory after every ``ram_every``-th).
+
+        With a distributed optimizer steps are its rounds, and a rank that was late saves while it
+        catches up: all ranks save the same. What a script changes after ``step()``, as it does a
+        ``GradScaler`` by ``update()``, is saved as it was before; call ``save`` instead then.
+        """
+
+        def stepped(applied: int) -> None:
+            step = self._offset + applied
+            persist = self.due(step)
+            if persist or (self._ram_every and step % self._ram_every == 0):
+                self._surface()
+                self._snapshot(step, state, persist)
+
+        if hasattr(optimizer, "after_round"):
+            self._count = lambda: int(optimizer.rounds_applied)
+            optimizer.after_round(stepped)
+            return
+        steps = [0]
+        self._count = lambda: steps[0]
+
+        def after_step(*_: Any) -> None:
+            steps[0] += 1
+            stepped(steps[0])
+
+        optimizer.register_step_post_hook(after_step)
+
+    # -- restoring ---------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        only: Callable[[str], bool] | None = None,
+        strict: bool = True,
+        rng: bool = True,
+    ) -> Restored | None:
+        """Go back to the checkpoint of ``step``, or to the newest that is whole; None if there is
+        none. With a ``state`` its objects are restored in place, reading only what differs;
+        ``only``, ``strict`` and ``rng`` are as in ``adopt.adopt``.
+
+        A damaged checkpoint is moved to ``quarantine/`` with a loud message, and the one before it
+        taken. Raises ``CheckpointError`` on all ranks if one can't restore it; the state may be a
+        mixture then and must not be trained on.
+        """
+        self.wait()
+        seat = self._group.seat(whole=self._ram is not None)
+        restored = self._restoring.restore(Wish(step, state, only, strict, rng), seat)
+        if restored is None:
+            return None
+        version = restored.version
+        if version != self._last:
+            self._tenancy.begin_generation()
+            self._last = 0
+        self._offset = restored.step - self._count()
+        if restored.source == "storage":
+            self._group.call(lambda: self._saves.restored(version))
+            self._committed = version
+        if self._group.leads:
+            self._group.emit(
+                events.CheckpointRestored,
+                restored.step,
+                restored.source,
+                restored.world_size,
+                restored.bytes_read,
+            )
+        return restored
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that there are, from the oldest to the newest."""
+        return [committed.step for committed in self._files.committed()]
+
+    def pin(self, step: int, name: str = "pinned") -> None:
+        """Keep this checkpoint for good: under a ``name`` such as "best", which is taken from the
+        one that had it. Any rank may call it. Raises ``CheckpointError`` if there is none."""
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"a pin's name must be letters, digits, - and _, not {name!r}")
+        wanted = self._files.find(step)
+        publish(self._files.disk, wanted.folder / f"PIN.{name}", b"")
+        for committed in self._files.committed():
+            if name in committed.pins and committed.order != wanted.order:
+                self._files.disk.unlink(committed.folder / f"PIN.{name}")
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the saves that are under way, and give memory and directory back.
+
+        Raises ``CheckpointError`` if the last save has failed: what was trained since is not saved.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.wait()
+        self._group.call(lambda: self._group.close(self._saves))
+        self._scribe.close()
+        # What only memory has is left there for the next job.
+        self._slots.close(keep=self._ram is not None and self._ram.newest()[0] > self._committed)
+        self._tenancy.end()
+        self._surface()
+        if self._failed:
+            raise CheckpointError(f"the last save to {self.directory} failed: {self._failed}")
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except MpiftError:
+            if error is None:
+                raise
+
+
+def _check(**given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_words(when_busy: str, encode: bool | str, layout: str) -> None:
+    if when_busy not in ("skip", "wait"):
+        raise ValueError(f'when_busy must be "skip" or "wait", not {when_busy!r}')
+    if encode not in (True, False, "auto"):
+        raise ValueError(f'encode must be True, False or "auto", not {encode!r}')
+    if layout not in ("blocks", "shared"):
+        raise ValueError(f'layout must be "blocks" or "shared", not {layout!r}')
+
+
+def _shared_file_writer() -> Callable[..., Part]:
+    """Raises ``CheckpointError`` where h5py has no MPI."""
+    from mpift.checkpoint import shared_file
+
+    shared_file.require()
+    return shared_file.write_shared
+
+
+def _close_at_exit(reference: weakref.ref[CheckpointManager]) -> None:
+    manager = reference()
+    if manager is None or manager._closed:
+        return
+    try:
+        manager.close()
+    except CheckpointError as error:
+        print(f"mpift: {error}", file=sys.stderr, flush=True)
+        manager._group.fail_at_exit()

@@ -1,0 +1,346 @@
+"""Saving together: parts are gathered by the coordinator, agreed on by all, and published.
+
+For each checkpoint a rank's writer stores its share of the snapshot and offers the part to the
+coordinator of the view. That one has what is missing written by others (``core.saving``), puts
+manifest and index together and announces them; every rank reads the manifest back, looks for its
+own blocks in it, and votes for its digest in the three-phase commit. Once that is decided, the
+coordinator, whoever that is by then, makes the COMMIT file; only then it is a checkpoint, and told
+to be one. In a new view parts are offered anew, and what was decided is published.
+
+All of this happens on the group's thread, which never waits for a disk: that is the writer's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpift.checkpoint.directory import block_name
+from mpift.checkpoint.gathering import Gatherings
+from mpift.checkpoint.group import Body, Group
+from mpift.checkpoint.manifest import order_of
+from mpift.checkpoint.part import Part
+from mpift.checkpoint.scribe import Scribe
+from mpift.checkpoint.writing import Order, Summary
+from mpift.core.ballots import Content
+from mpift.core.saving import Origin
+
+_FINISHED_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a script may choose of how checkpoints are written. ``keep`` and ``keep_every`` say
+    which stay; every ``full_every``-th is written whole; files of which less than
+    ``compact_below`` is used are given up by writing their blocks anew. ``timeout_seconds`` is how
+    long a checkpoint may stand still."""
+
+    encode: bool | str = "auto"
+    keep: int = 2
+    keep_every: int | None = None
+    full_every: int = 50
+    compact_below: float = 0.5
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A whole snapshot of this rank, in an arena."""
+
+    version: int
+    arena: Path
+    origin: Origin
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a checkpoint: committed, with ``summary``, or not, for a ``reason``; or it was
+    ``skipped``, which is no failure. Version 0: a failure that concerns none of them alone."""
+
+    version: int
+    summary: Summary | None
+    reason: str = ""
+    skipped: bool = False
+
+    @property
+    def step(self) -> int:
+        return order_of(self.version)[1]
+
+
+@dataclass(slots=True)
+class _Mine:
+    """What this rank has of a checkpoint that is under way."""
+
+    # None: it took no snapshot, for a ``reason``, or not yet
+    capture: Capture | None
+    reason: str = ""
+    part: bytes | None = None
+    refused: str = ""  # why it can't be written here
+
+
+class Saves:
+    """See the module's docstring. ``arena_paths(member)`` are where a rank's arenas would lie;
+    ``told`` hears of each outcome, on the group's thread."""
+
+    def __init__(
+        self,
+        group: Group,
+        scribe: Scribe,
+        root: Path,
+        rules: Rules,
+        arena_paths: Callable[[int], list[Path]],
+        told: Callable[[Outcome], None],
+    ) -> None:
+        self._group = group
+        self._scribe = scribe
+        self._root = root
+        self._rules = rules
+        self._arena_paths = arena_paths
+        self._told = told
+        self.number = 0  # among the group's managers, once it is open
+        self._view: tuple[int, ...] = ()
+        self._mine: dict[int, _Mine] = {}
+        self._gatherings = Gatherings(group, scribe, root, rules.timeout_seconds, self._tell)
+        self._announced: dict[int, tuple[str, str]] = {}  # folder and digest
+        self._decided: dict[int, str] = {}  # digests, not published yet as far as is known
+        self._unable: set[int] = set()  # manifests that this rank can't vote for
+        self._finished: dict[int, bool] = {}  # whether it was committed
+        self._attempts = 0
+        self._since_full = 0
+        self.base: int | None = None  # the newest committed version that is known
+        self.verified: int | None = None
+
+    # -- for the manager ---------------------------------------------------------------------------
+
+    def captured(self, capture: Capture, part: Part | None = None) -> None:
+        """This rank has taken its snapshot: write it, unless it has been, as ``part``."""
+        version = capture.version
+        if version in self._finished:  # it came to an end without this rank's
+            self._told(Outcome(version, None, skipped=True))
+            return
+        self._mine[version] = _Mine(capture)
+        if part is not None:
+            self._written(version, capture.share, part, "")
+            return
+        full = self._since_full % self._rules.full_every == 0
+        self._since_full += 1
+        self._write(version, (capture.arena,), capture.share, None if full else self.base)
+
+    def skipped(self, version: int, reason: str) -> None:
+        """This rank takes no snapshot."""
+        if version not in self._finished:
+            self._mine[version] = _Mine(None, reason)
+            self._offer(version)
+
+    def restored(self, version: int) -> None:
+        """All ranks hold this checkpoint now, read from storage: what follows is compared to it."""
+        self.base = self.verified = version
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    @property
+    def _coordinator(self) -> int:
+        return self._view[0]
+
+    @property
+    def _leads(self) -> bool:
+        return self._view[0] == self._group.member
+
+    def _write(self, version: int, arenas: tuple[Path, ...], share: int, base: int | None) -> None:
+        self._attempts += 1
+        generation, step = order_of(version)
+        order = Order(
+            self._root,
+            arenas,
+            version,
+            block_name(step, self._group.member, self._group.epoch, self._attempts, generation),
+            base,
+            self._rules.encode,
+            self._rules.compact_below,
+        )
+
+        def written(part: Any, error: str) -> None:
+            self._group.call(lambda: self._written(version, share, part, error))
+
+        self._scribe.request("write", written, order=order)
+
+    def _written(self, version: int, share: int, part: Any, error: str) -> None:
+        mine = self._mine.get(version)
+        if version in self._finished or mine is None:
+            return
+        own = mine.capture is not None and mine.capture.share == share
+        if own:
+            mine.part, mine.refused = (part.encode() if part else None), error
+            self._offer(version)
+        elif part is not None:
+            self._send_part(version, part.origin, share, part.encode())
+        else:
+            self._refuse(version, share, error)
+
+    def _offer(self, version: int) -> None:
+        """Let the coordinator know what there is of this rank."""
+        mine = self._mine[version]
+        if version in self._announced:
+            return
+        if mine.capture is None and mine.reason:
+            self._say("skipped", {"version": version, "reason": mine.reason})
+        elif mine.capture is not None and mine.part is not None:
+            self._send_part(version, mine.capture.origin, mine.capture.share, mine.part)
+        elif mine.capture is not None and mine.refused:
+            self._refuse(version, mine.capture.share, mine.refused)
+
+    def _send_part(self, version: int, origin: Origin, share: int, part: bytes) -> None:
+        body = {"version": version, "share": share, "origin": list(origin)}
+        self._say("part", body, part)
+
+    def _refuse(self, version: int, share: int, reason: str) -> None:
+        self._say("refused", {"version": version, "share": share, "reason": reason})
+
+    def _say(self, word: str, body: Body, data: bytes = b"") -> None:
+        self._group.send(self.number, word, (self._coordinator,), body, data)
+
+    def _tell(self, word: str, body: Body, members: tuple[int, ...] | None) -> None:
+        self._group.send(self.number, word, self._view if members is None else members, body, b"")
+
+    # -- voting and publishing ---------------------------------------------------------------------
+
+    def _check(self, version: int, folder: str, found: str, history: str) -> None:
+        """Read what was announced, then vote."""
+        mine = self._mine.get(version)
+
+        def checked(_: Any, error: str) -> None:
+            self._group.call(lambda: self._vote(version, found, history, error))
+
+        self._scribe.request(
+            "check",
+            checked,
+            root=self._root,
+            folder=folder,
+            found=found,
+            version=version,
+            part=mine.part if mine is not None else None,
+        )
+
+    def _vote(self, version: int, found: str, history: str, error: str) -> None:
+        if version in self._finished:
+            return
+        if error:
+            self._unable.add(version)
+            self._say("problem", {"version": version, "reason": error})
+        else:
+            self._group.strike(order_of(version)[1], "voting")
+            self._group.hold(self.number, version, Content(history, found))
+
+    def _publish(self, version: int) -> None:
+        def published(summary: Any, error: str) -> None:
+            self._group.call(lambda: self._published(version, summary, error))
+
+        folder = self._announced.get(version, ("", ""))[0]
+        self._scribe.request(
+            "publish",
+            published,
+            root=self._root,
+            folder=folder,
+            found=self._decided[version],
+            version=version,
+        )
+
+    def _published(self, version: int, summary: Summary | None, error: str) -> None:
+        if summary is None:
+            self._gatherings.abandon(version, f"agreed on, but it can't be committed: {error}")
+            return
+        self._group.strike(order_of(version)[1], "published")
+        values = [getattr(summary, name) for name in summary.__slots__]
+        self._tell("published", {"version": version, "summary": values}, None)
+        if self._gatherings.idle:
+            self._sweep(version)
+
+    def _sweep(self, version: int) -> None:
+        def swept(_: Any, error: str) -> None:
+            if error:
+                self._group.call(lambda: self._told(Outcome(0, None, f"cleaning up: {error}")))
+
+        self._scribe.request(
+            "sweep",
+            swept,
+            root=self._root,
+            generation=order_of(version)[0],
+            last=order_of(version),
+            keep=self._rules.keep,
+            keep_every=self._rules.keep_every,
+            verified=order_of(version if self.verified is None else self.verified),
+        )
+
+    def _finish(self, outcome: Outcome) -> None:
+        version, committed = outcome.version, outcome.summary is not None
+        if version in self._finished:
+            return
+        self._finished[version] = committed
+        for old in sorted(self._finished)[:-_FINISHED_KEPT]:
+            del self._finished[old]
+        self._mine.pop(version, None)
+        self._gatherings.forget(version)
+        self._announced.pop(version, None)
+        self._decided.pop(version, None)
+        self._unable.discard(version)
+        if committed:
+            self.base = max(version, self.base or 0)
+        self._told(outcome)
+
+    # -- as a member of the group ------------------------------------------------------------------
+
+    def received(self, word: str, sender: int, body: Body, data: bytes) -> None:
+        version = body["version"]
+        match word:
+            case "part" | "refused" | "skipped":
+                over = version in self._finished or version in self._announced
+                if self._leads and not over:
+                    self._gatherings.take(version, word, sender, body, data)
+            case "write":
+                self._take_over(version, body["share"], body["owner"])
+            case "manifest":
+                if version not in self._finished:
+                    self._announced[version] = body["folder"], body["digest"]
+                    self._check(version, body["folder"], body["digest"], body["history"])
+            case "problem":
+                self._told(Outcome(0, None, f"rank {sender}: {body['reason']}"))
+            case "published":
+                self._finish(Outcome(version, Summary(*body["summary"])))
+            case "abandon":
+                self._finish(Outcome(version, None, body["reason"], body["skipped"]))
+
+    def _take_over(self, version: int, share: int, owner: int) -> None:
+        """Write another rank's share from its arena, if it is on this node and holds it whole."""
+        if version in self._finished:
+            return
+        self._mine.setdefault(version, _Mine(None))
+        arenas = tuple(path for path in self._arena_paths(owner) if path.exists())
+        self._write(version, arenas, share, self.base)
+
+    def decided(self, version: int, content: Content | None) -> None:
+        if version in self._finished:
+            return
+        if content is None:
+            self._finish(Outcome(version, None, "too few of the ranks could read it back"))
+            return
+        self._decided[version] = content.digest
+        if self._leads:
+            self._publish(version)
+
+    def passed(self, version: int) -> bool:
+        return version in self._finished or version in self._unable
+
+    def installed(self, members: tuple[int, ...]) -> None:
+        self._view = members
+        self._gatherings.install(members)
+        for version in tuple(self._mine):
+            self._offer(version)  # what was on its way to a coordinator is lost
+        if self._leads:
+            for version in tuple(self._decided):
+                self._publish(version)
+
+    def turn(self, now: float) -> None:
+        self._gatherings.turn(now)

@@ -1,0 +1,149 @@
+"""A rank's handle on its writer process: jobs go in, answers come back in order.
+
+If the process dies, all that it was to do fails, with the way it ended in words, and the next job
+starts another one. Nothing here waits for an answer but ``do``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mpift.errors import CheckpointError
+
+# (result, error in words or ""): called on the scribe's thread
+Then = Callable[[Any, str], None]
+
+_END_SECONDS = 5.0
+
+
+class Scribe:
+    """Its methods may be called from any thread. ``threads`` may encode at a time; if this process
+    is killed its arenas go with it, where they are ``orphans`` then."""
+
+    def __init__(self, threads: int, orphans: bool = False) -> None:
+        self._threads = threads
+        self._orphans = orphans
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._waiting: deque[Then] = deque()
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 if none runs."""
+        process = self._process
+        return process.pid if process is not None else 0
+
+    def start(self) -> None:
+        """Start the process now rather than with the first job."""
+        with self._lock:
+            self._ensure()
+
+    def request(self, job: str, then: Then, **arguments: Any) -> None:
+        """Have a job of ``writing.Workshop`` done."""
+        with self._lock:
+            try:
+                connection = self._ensure()
+                self._waiting.append(then)
+                connection.send((job, arguments))
+                return
+            except OSError as error:
+                problem = f"the writer process can't be reached: {error}"
+                if self._waiting and self._waiting[-1] is then:
+                    self._waiting.pop()
+        then(None, problem)
+
+    def do(self, job: str, **arguments: Any) -> Any:
+        """The same, and wait for the result; raises ``CheckpointError`` if it fails."""
+        done = threading.Event()
+        answer: list[tuple[Any, str]] = []
+
+        def then(result: Any, error: str) -> None:
+            answer.append((result, error))
+            done.set()
+
+        self.request(job, then, **arguments)
+        done.wait()
+        result, error = answer[0]
+        if error:
+            raise CheckpointError(error)
+        return result
+
+    def close(self) -> None:
+        """Let it finish what it was given, and end."""
+        with self._lock:
+            process, connection = self._process, self._connection
+            self._process = self._connection = None
+        if process is None or connection is None:
+            return
+        with contextlib.suppress(OSError):
+            socket.socket(fileno=os.dup(connection.fileno())).shutdown(socket.SHUT_WR)
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    # -- the process -------------------------------------------------------------------------------
+
+    def _ensure(self) -> Connection:
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable,
+                "-m",
+                "mpift.checkpoint.writer",
+                str(theirs.fileno()),
+                str(self._threads),
+                str(os.getpid()),
+                str(int(self._orphans)),
+            ]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        self._connection = Connection(ours.detach())
+        threading.Thread(
+            target=self._listen,
+            args=(self._process, self._connection),
+            name="mpift-scribe",
+            daemon=True,
+        ).start()
+        return self._connection
+
+    def _listen(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        while True:
+            try:
+                result, error = connection.recv()
+            except (EOFError, OSError):
+                break
+            with self._lock:
+                then = self._waiting.popleft()
+            then(result, error)
+        code = process.wait()
+        with self._lock:
+            if self._process is process:
+                self._process = self._connection = None
+            left, self._waiting = tuple(self._waiting), deque()
+        connection.close()
+        for then in left:
+            then(None, f"the writer process {process.pid} ended ({_in_words(code)})")
+
+
+def _in_words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"

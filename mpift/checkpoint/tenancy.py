@@ -1,0 +1,68 @@
+"""A job's hold on its checkpoint directory: one writes to it at a time, in numbered generations.
+
+The first rank claims the directory and refreshes the claim every few seconds; another job that
+finds it alive keeps out. The claim is a courtesy to people: what makes overlaps harmless is that
+block files are never overwritten and that a newer generation wins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from mpift.checkpoint.directory import Directory
+from mpift.checkpoint.group import Group
+from mpift.errors import CheckpointError
+
+_REFRESH_SECONDS = 10.0
+
+
+class Tenancy:
+    """``warn`` is told, on a thread of its own, when the claim can't be refreshed.
+
+    Raises ``CheckpointError`` on all ranks if the directory can't be written to, or another job
+    writes to it.
+    """
+
+    def __init__(self, group: Group, directory: Directory, warn: Callable[[str], None]) -> None:
+        self._group = group
+        self._directory = directory
+        self._warn = warn
+        self.generation = 0
+        self.lost = ""  # why this job may not write any more, as far as this rank knows
+        self.begin_generation()
+        self._over = threading.Event()
+        threading.Thread(target=self._keep, name="mpift-tenancy", daemon=True).start()
+
+    def begin_generation(self) -> None:
+        """What is saved from now on is newer than all there is; all ranks call this."""
+        generation, problem = 0, ""
+        if self._group.leads:
+            try:
+                self._directory.prepare()
+                generation = self._directory.claim(self._group.job)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        told = self._group.gather([generation, problem])
+        problem = next((row[1] for row in told if row[1]), "")
+        self.generation = max(int(row[0]) for row in told)
+        if problem or not self.generation:
+            raise CheckpointError(
+                problem or "the rank that opened the checkpoint directory is lost"
+            )
+
+    def _keep(self) -> None:
+        while not self._over.wait(_REFRESH_SECONDS):
+            if self._group.leads:
+                try:
+                    self._directory.refresh(self._group.job, self.generation)
+                except OSError as error:
+                    self._warn(f"the claim on the directory can't be refreshed: {error}")
+                except CheckpointError as error:  # another job took it for dead
+                    self.lost = str(error)
+
+    def end(self) -> None:
+        """Others may have it."""
+        self._over.set()
+        if self._group.leads:
+            self._directory.release(self._group.job)

@@ -1,0 +1,394 @@
+"""What the writer process does: blocks out of arenas into files, parts into checkpoints.
+
+``Workshop`` has one method a job. Each leaves either a whole result behind or nothing that counts,
+whatever happens in the middle: files have temporary names until they are synced and read back, and
+a checkpoint exists once its COMMIT file does. Change detection compares digests with those of a
+committed checkpoint, never with anything in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpift.checkpoint import encoding, index, manifest, retention
+from mpift.checkpoint.arena import Arena, Contents
+from mpift.checkpoint.blockfile import Block, write_blocks
+from mpift.checkpoint.blocks import TensorSpec, digest
+from mpift.checkpoint.directory import Directory
+from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
+from mpift.checkpoint.manifest import BlockFile, CommitRecord, Manifest, Stored
+from mpift.checkpoint.part import Part, put_together
+from mpift.errors import CheckpointDamagedError, CheckpointError
+
+_UP = "../.."  # from a checkpoint's folder to the directory
+_MEASURED_BYTES_MIN = 4 << 20  # less says nothing about how fast storage is
+INDEX, MANIFEST, COMMIT = "index.h5", "manifest.json", "COMMIT"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written: the persistent share of the one of ``arenas`` that holds ``version``,
+    into ``root``; changed blocks go into a file ``name``. ``base`` is the version of a committed
+    checkpoint to compare with, None to write everything. ``encode``: yes, no, or ("auto") where
+    storage is slower than the encoder."""
+
+    root: Path
+    arenas: tuple[Path, ...]
+    version: int
+    name: str
+    base: int | None
+    encode: bool | str = "auto"
+    compact_below: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A committed checkpoint in numbers: step compared with; blocks in all, and written for it;
+    bytes of the state, of those blocks, and as they are stored."""
+
+    base: int | None
+    blocks: int
+    new_blocks: int
+    state_bytes: int
+    changed_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One block in an arena."""
+
+    spec: TensorSpec
+    index: int
+    name: str  # of its tensor, in the manifest
+    data: np.ndarray
+
+
+class Workshop:
+    """See the module's docstring. ``threads`` may encode at a time."""
+
+    def __init__(self, disk: Disk, threads: int) -> None:
+        self._disk = disk
+        self._threads = threads
+        self._arenas: dict[Path, Arena] = {}
+        self._base: tuple[Path, int, Manifest] | None = None
+        self._swept: Directory | None = None
+        self._digests: tuple[int, list[str]] = (0, [])  # of the last sealed version
+        self._storage_rate = 0.0  # bytes a second, 0 as long as nothing was measured
+
+    def remove_arenas(self) -> None:
+        """Their rank is gone, and nobody else may use them."""
+        for arena in tuple(self._arenas.values()):
+            arena.unlink()
+
+    # -- writing a part ----------------------------------------------------------------------------
+
+    def write(self, order: Order) -> Part:
+        """Store the changed blocks; returns the part, durable and read back.
+
+        Raises ``CheckpointError`` if the arena does not hold that version (any more), ``OSError``
+        for what the storage says.
+        """
+        arena, contents = self._find(order)
+        pieces = list(_pieces(contents, arena.data, contents.ranges[:1]))
+        digests = self._known_digests(contents, pieces)
+        base = self._load_base(order)
+        old = _Old(base, order) if base is not None else None
+        stored = [old.same(p, d) if old else None for p, d in zip(pieces, digests, strict=True)]
+        changed = [number for number, block in enumerate(stored) if block is None]
+        files = old.used(stored) if old else []
+        blocks = [
+            Block(pieces[n].data, pieces[n].spec.dtype, pieces[n].spec.block_bytes, digests[n])
+            for n in changed
+        ]
+        places: Sequence[Stored] = ()
+        if blocks:
+            file, places = self._store(order, blocks)
+            files.append(file)
+        if arena.version != order.version:
+            raise CheckpointError("the snapshot was overwritten while it was written")
+        fresh = dict(zip(changed, places, strict=True))
+        complete = [block or fresh[number] for number, block in enumerate(stored)]
+        first, last = contents.ranges[0]
+        raw = sum(len(block.data) for block in blocks)
+        return Part.of(
+            contents,
+            contents.ranges[:1],
+            complete[: last - first],
+            complete[last - first :],
+            files,
+            None if base is None else base.step,
+            (len(blocks), sum(place.stored_bytes for place in places), raw),
+        )
+
+    def _find(self, order: Order) -> tuple[Arena, Contents]:
+        for path in order.arenas:
+            with contextlib.suppress(FileNotFoundError):
+                arena = self._map(path)
+                contents = arena.contents()
+                if contents is not None and contents.version == order.version:
+                    return arena, contents
+        raise CheckpointError(
+            f"the snapshot of step {manifest.order_of(order.version)[1]} is not in the memory of"
+            " this node, or not whole"
+        )
+
+    def _map(self, path: Path) -> Arena:
+        """An arena stays mapped: page faults cost more than the copying."""
+        gone = [known for known, arena in self._arenas.items() if not arena.is_in_place()]
+        for known in gone:
+            del self._arenas[known]  # unmapped with the last view of it
+        if path not in self._arenas:
+            self._arenas[path] = Arena.open(path)
+        return self._arenas[path]
+
+    def _store(self, order: Order, blocks: Sequence[Block]) -> tuple[BlockFile, list[Stored]]:
+        size = sum(len(block.data) for block in blocks)
+        encode = self._pays(blocks) if order.encode == "auto" else bool(order.encode)
+        start = time.perf_counter()
+        result = write_blocks(self._disk, order.root, order.name, blocks, encode, self._threads)
+        if not encode and size >= _MEASURED_BYTES_MIN:
+            self._storage_rate = size / (time.perf_counter() - start)
+        return result
+
+    def _pays(self, blocks: Sequence[Block]) -> bool:
+        """Whether storage is slower than encoding in all threads, as far as is known."""
+        sample = next((b for b in blocks if encoding.pays(b.dtype) and len(b.data) > 1 << 16), None)
+        if not self._storage_rate or sample is None:
+            return False
+        start = time.perf_counter()
+        encoding.encode(sample.data, TensorSpec("", sample.dtype, ()).itemsize)
+        rate = len(sample.data) / (time.perf_counter() - start)
+        return rate * self._threads > self._storage_rate
+
+    def _known_digests(self, contents: Contents, pieces: Sequence[_Piece]) -> list[str]:
+        version, digests = self._digests
+        if version != contents.version:
+            return [digest(piece.data, piece.spec.dtype) for piece in pieces]
+        own = sum(spec.block_count for spec in contents.own_specs)
+        first, last = contents.ranges[0]
+        return [*digests[: last - first], *digests[len(digests) - own :]]
+
+    def _load_base(self, order: Order) -> Manifest | None:
+        """The checkpoint to compare with, if it is still there."""
+        if order.base is None:
+            return None
+        if self._base is None or self._base[:2] != (order.root, order.base):
+            directory = Directory(order.root, self._disk)
+            wanted = manifest.order_of(order.base)
+            found = next((c for c in directory.committed() if c.order == wanted), None)
+            if found is None:
+                return None
+            self._base = (order.root, order.base, directory.manifest(found))
+        return self._base[2]
+
+    # -- making a checkpoint of parts --------------------------------------------------------------
+
+    def assemble(
+        self, root: Path, parts: Sequence[bytes], job_name: str, unix_time: float
+    ) -> tuple[str, str]:
+        """Write index and manifest; returns the name of their folder, and the manifest's digest.
+        Nothing of it counts before ``publish``."""
+        made = put_together([Part.decode(part) for part in parts], job_name, unix_time)
+        _require_files(root, made)
+        generation, step = made.order
+        folder = Directory(root, self._disk).free_name(step, generation)
+        place = root / "steps" / folder
+        self._disk.make_folder(place)
+        index.write_index(self._disk, place / INDEX, made, _UP)
+        data = manifest.encode(made)
+        publish(self._disk, place / MANIFEST, data)
+        self._disk.sync_folder(place.parent)
+        self._disk.reached("manifest_written")
+        return folder, manifest.manifest_digest(data)
+
+    def check(self, root: Path, folder: str, found: str, version: int, part: bytes | None) -> None:
+        """Raises ``CheckpointError`` unless the manifest of ``version`` in ``folder`` has the
+        digest ``found``, and what this rank has stored is in it as it was."""
+        path = root / "steps" / folder / MANIFEST
+        data = _read(path)
+        if manifest.manifest_digest(data) != found:
+            raise CheckpointError(f"{path} is not the manifest that was announced")
+        made = manifest.decode(data, str(path))
+        if manifest.version_of(made.order) != version:
+            raise CheckpointError(f"{path} is of step {made.step}, not of the one announced")
+        if part is not None:
+            _require_part(made, Part.decode(part), path)
+        _require_files(root, made)
+
+    def publish(self, root: Path, folder: str, found: str, version: int) -> Summary:
+        """Let the checkpoint exist: the decision is the COMMIT file that this makes, unless another
+        rank has made the same. ``folder`` may be empty where its name has not come through."""
+        place = root / "steps" / (folder or _folder_of(root, found))
+        data = _read(place / MANIFEST)
+        if manifest.manifest_digest(data) != found:
+            raise CheckpointDamagedError(f"{place / MANIFEST} has changed since it was agreed on")
+        made = manifest.decode(data, str(place / MANIFEST))
+        _require_files(root, made)
+        order = manifest.order_of(version)
+        record = CommitRecord(order[1], order, found).encode()
+        self._disk.reached("before_commit")
+        try:
+            publish_once(self._disk, place / COMMIT, record)
+        except FileExistsError:
+            if _read(place / COMMIT) != record:
+                raise CheckpointError(f"{place / COMMIT} says something else already") from None
+        self._disk.reached("committed")
+        self._base = (root, version, made)
+        return Summary(
+            made.base,
+            made.block_count,
+            made.new_blocks,
+            made.state_bytes,
+            made.changed_bytes,
+            made.new_bytes,
+        )
+
+    def sweep(self, root: Path, **rules: Any) -> retention.Swept:
+        """Remove what nobody needs any more (``retention.sweep``)."""
+        if self._swept is None or self._swept.root != root:
+            self._swept = Directory(root, self._disk)  # it remembers what it has read
+        return retention.sweep(self._swept, **rules)
+
+    # -- the RAM tier ------------------------------------------------------------------------------
+
+    def seal(self, slot: Path, path: Path, job_name: str, unix_time: float) -> bool:
+        """Let this rank's arena count as part of a checkpoint in memory; returns whether this was
+        the last that was missing. Its files need no syncing: they don't outlast the memory."""
+        arena = self._map(path)
+        contents = arena.contents()
+        if contents is None:
+            return False
+        pieces = list(_pieces(contents, arena.data, contents.ranges))
+        digests = [digest(piece.data, piece.spec.dtype) for piece in pieces]
+        offset = arena.path.stat().st_size - arena.capacity
+        file = BlockFile(arena.path.name, offset + arena.capacity)
+        stored = []
+        for piece, found in zip(pieces, digests, strict=True):
+            stored.append(Stored(file.name, "", 0, offset, len(piece.data), found))
+            offset += len(piece.data)
+        if arena.version != contents.version:
+            return False
+        self._digests = (contents.version, digests)
+        own = sum(spec.block_count for spec in contents.own_specs)
+        shared = len(stored) - own
+        part = Part.of(contents, contents.ranges, stored[:shared], stored[shared:], [file])
+        memory = MemoryDisk()
+        member = contents.origin.owners[contents.share]
+        publish(memory, slot / f"part-{member}.json", part.encode())
+        return _seal_whole(memory, slot, contents, job_name, unix_time)
+
+
+def _seal_whole(
+    memory: MemoryDisk, slot: Path, contents: Contents, job_name: str, unix_time: float
+) -> bool:
+    parts = [Part.decode(path.read_bytes()) for path in sorted(slot.glob("part-*.json"))]
+    same = [p for p in parts if (p.version, p.origin) == (contents.version, contents.origin)]
+    if len(same) < contents.local[1]:
+        return False
+    made = put_together(same, job_name, unix_time)
+    data = manifest.encode(made)
+    publish(memory, slot / MANIFEST, data)
+    record = CommitRecord(made.step, made.order, manifest.manifest_digest(data))
+    publish(memory, slot / COMMIT, record.encode())
+    return True
+
+
+def _pieces(
+    contents: Contents, data: np.ndarray, ranges: Sequence[tuple[int, int]]
+) -> Iterator[_Piece]:
+    """The blocks of the shared tensors in ``ranges``, then those of the own tensors."""
+    offset = 0
+    wanted = {number for first, last in ranges for number in range(first, last)}
+    for number, tensor, block in contents.shared_blocks():
+        spec = contents.shared_specs[tensor]
+        start, stop = spec.block(block)
+        if number in wanted:
+            yield _Piece(spec, block, spec.name, data[offset : offset + stop - start])
+        offset += stop - start
+    for spec in contents.own_specs:
+        for block in range(spec.block_count):
+            start, stop = spec.block(block)
+            name = f"ranks/{contents.share}/{spec.name}"
+            yield _Piece(spec, block, name, data[offset : offset + stop - start])
+            offset += stop - start
+
+
+class _Old:
+    """The blocks of a committed checkpoint whose files are there, and worth keeping."""
+
+    def __init__(self, base: Manifest, order: Order) -> None:
+        self._named = base.named()
+        little = retention.files_to_compact([base], order.compact_below)
+        self._files = {
+            file.name: file
+            for file in base.files
+            if file.name not in little and _is_there(order.root, file)
+        }
+
+    def same(self, piece: _Piece, found: str) -> Stored | None:
+        """Where this block is already, if it is."""
+        entry = self._named.get(piece.name)
+        if entry is None or _kind(entry.spec) != _kind(piece.spec):
+            return None
+        block = entry.blocks[piece.index]
+        return block if block.digest == found and block.file in self._files else None
+
+    def used(self, blocks: Sequence[Stored | None]) -> list[BlockFile]:
+        names = {block.file for block in blocks if block is not None}
+        return [self._files[name] for name in sorted(names)]
+
+
+def _kind(spec: TensorSpec) -> tuple[str, tuple[int, ...], int]:
+    return spec.dtype, spec.shape, spec.block_bytes
+
+
+def _is_there(root: Path, file: BlockFile) -> bool:
+    try:
+        return (root / file.name).stat().st_size == file.size_bytes
+    except OSError:
+        return False
+
+
+def _require_files(root: Path, made: Manifest) -> None:
+    """What a checkpoint refers to may have been removed since."""
+    for file in made.files:
+        if not _is_there(root, file):
+            raise CheckpointError(f"{root / file.name} is gone, or has another size than before")
+
+
+def _require_part(made: Manifest, part: Part, path: Path) -> None:
+    if made.extra["layout"] != part.origin.layout or made.history != part.origin.history:
+        raise CheckpointError(f"{path} is of another history than this rank's snapshot")
+    named = made.named()
+    shared = [block for spec in part.shared_specs for block in named[spec.name].blocks]
+    numbers = (number for first, last in part.ranges for number in range(first, last))
+    mine = [shared[number] for number in numbers]
+    own = [b for s in part.own_specs for b in named[f"ranks/{part.share}/{s.name}"].blocks]
+    if (tuple(mine), tuple(own)) != (part.shared, part.own):
+        raise CheckpointError(f"{path} says something else of this rank's blocks than it wrote")
+
+
+def _folder_of(root: Path, found: str) -> str:
+    """The folder of the manifest with that digest."""
+    for path in (root / "steps").glob(f"*/{MANIFEST}"):
+        with contextlib.suppress(OSError):
+            if manifest.manifest_digest(path.read_bytes()) == found:
+                return path.parent.name
+    raise CheckpointError(f"no manifest in {root / 'steps'} has the digest that was agreed on")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} can't be seen from here: all nodes must share the checkpoint directory"
+        ) from None

@@ -1,0 +1,433 @@
+"""``mpift ckpt``: what it prints, what it writes for machines, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from mpift.checkpoint.directory import Directory
+from mpift.checkpoint.flat_copy import flat_copy
+from mpift.checkpoint.progress import CountingReader
+from mpift.checkpoint.reading import Job
+from mpift.cli import main
+from mpift.cli.ckpt import app
+from tests.unit.checkpoints import Saved, arrays, flip, save
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> list[Saved]:
+    """Three checkpoints of a run: a full one, a dense step, and one of a later generation in which
+    only ``head`` changes."""
+    first = save(tmp_path, 100, arrays(1, trunk=1000, head=500))
+    second = save(tmp_path, 200, arrays(2, trunk=1000, head=500), base=first)
+    third = save(
+        tmp_path,
+        150,
+        {**arrays(2, trunk=1000), "head": arrays(3, h=500)["h"]},
+        generation=2,
+        base=second,
+    )
+    (second.committed.folder / "PIN.best").touch()
+    return [first, second, third]
+
+
+def call(*words: str) -> tuple[int, str]:
+    """The exit code, and what was printed."""
+    result = CliRunner().invoke(app, list(words))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def figures(*words: str, code: int = 0) -> Any:
+    """The JSON on standard output, which nothing else is mixed into."""
+    result = CliRunner().invoke(app, [*words, "--json", "-"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def leave(*words: str) -> int:
+    """The exit code of the whole program."""
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    return int(str(left.value.code))
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+def test_help_loads_neither_torch_nor_h5py_nor_numpy() -> None:
+    code = (
+        "import sys\n"
+        "from mpift.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally:\n"
+        "    heavy = {'torch', 'h5py', 'numpy', 'mpi4py', 'psutil'} & set(sys.modules)\n"
+        "    print(*heavy, file=sys.stderr)"
+    )
+    for words in (("ckpt", "--help"), ("ckpt", "verify", "--help")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert (done.returncode, done.stderr.split()) == (0, [])
+        assert "Usage: mpift ckpt" in done.stdout
+
+
+def test_mistakes_of_usage_end_with_2_and_say_what_is_right(
+    tmp_path: Path, run: list[Saved], capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = str(tmp_path)
+    for words, said in (
+        (("ls", f"{here}/none"), "does not exist"),
+        (("show", here, "abc"), "give a number such as 150"),
+        (("show", here, "7"), "no checkpoint of step 7"),
+        (("verify", here, "100", "--all"), "not both"),
+        (("gc", here, "--keep", "0"), "'--keep'"),
+        (("gc", here, "--keep-every", "5"), "--keep-every needs --keep"),
+        (("ls", here, "--json", f"{here}/none/x"), "no folder"),
+        (("flatten", here, "100", here), "is not empty: name a new directory"),
+    ):
+        assert leave("ckpt", *words) == 2, words
+        assert said in capsys.readouterr().err, words
+
+
+def test_an_empty_directory_has_nothing_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert figures("ls", str(tmp_path)) == {"checkpoints": [], "damaged": []}
+    assert leave("ckpt", "verify", str(tmp_path)) == 2
+    assert "has no committed checkpoint" in capsys.readouterr().err
+
+
+# -- looking ---------------------------------------------------------------------------------------
+
+
+def test_the_list_has_a_line_a_checkpoint(tmp_path: Path, run: list[Saved]) -> None:
+    code, text = call("ls", str(tmp_path))
+    assert code == 0
+    rows = [line.split() for line in text.splitlines() if " kB " in line]
+    assert [row[1] for row in rows] == ["100", "200", "150"]
+    assert "best" in text
+
+    found = figures("ls", str(tmp_path))["checkpoints"]
+    wanted = [(100, 1, 1.0, None, []), (200, 1, 1.0, 100, ["best"]), (150, 2, 2 / 6, 200, [])]
+    facts = ("step", "generation", "changed_share", "base", "pins")
+    assert [tuple(row[fact] for fact in facts) for row in found] == wanted
+    assert found[2]["state_bytes"] == 6000
+    assert found[2]["new_bytes"] == 2000
+    assert found[2]["ranks"] == 2
+
+
+def test_a_list_with_damaged_checkpoints_names_them_and_ends_with_5(
+    tmp_path: Path, run: list[Saved]
+) -> None:
+    flip(run[0].committed.folder / "manifest.json", 30)
+    (run[1].committed.folder / "COMMIT").write_text("")
+    found = figures("ls", str(tmp_path), code=5)
+    assert [row["step"] for row in found["checkpoints"]] == [150]
+    assert [Path(row["folder"]).name for row in found["damaged"]] == ["0000000200", "0000000100"]
+    code, text = call("ls", str(tmp_path))
+    assert code == 5
+    assert "damaged:" in text
+    assert "COMMIT is no COMMIT file" in text
+
+
+def test_json_goes_to_a_file_beside_the_table(tmp_path: Path, run: list[Saved]) -> None:
+    file = tmp_path / "list.json"
+    code, text = call("ls", str(tmp_path), "--json", str(file))
+    assert code == 0
+    assert "generation" in text
+    assert len(json.loads(file.read_text())["checkpoints"]) == 3
+
+
+def test_a_dense_step_is_called_one(tmp_path: Path, run: list[Saved]) -> None:
+    code, text = call("show", str(tmp_path), "200")
+    assert code == 0
+    assert "6 of 6 blocks (100 %) differ from step 100. Dense optimizers change every block" in text
+    assert "pinned: best" in text
+
+
+def test_showing_the_newest_tells_its_tensors_and_the_files_it_needs(
+    tmp_path: Path, run: list[Saved]
+) -> None:
+    code, text = call("show", str(tmp_path))
+    assert code == 0
+    assert "step 150, generation 2" in text
+    assert "2 of 6 blocks (33 %) differ from step 200. The others are shared" in text
+    found = figures("show", str(tmp_path), "150.g2")
+    assert [(t["name"], t["blocks"], t["new_blocks"]) for t in found["tensors"]] == [
+        ("trunk", 4, 0),
+        ("head", 2, 2),
+    ]
+    new, old = found["files"]
+    assert old["name"].endswith("g1.h5")
+    assert old["live_share"] == pytest.approx(4000 / old["size_bytes"])
+    assert new["live_share"] == pytest.approx(2000 / new["size_bytes"])
+    assert found["encoding_ratio"] == 1.0
+    assert "A full write" in figures("show", str(tmp_path), "100")["about_change"]
+
+
+def test_showing_few_tensors_says_what_is_left_out(tmp_path: Path, run: list[Saved]) -> None:
+    _, text = call("show", str(tmp_path), "--top", "1")
+    assert "and 1 smaller ones of 2.0 kB together: --all" in text
+    assert "head" not in text
+    _, text = call("show", str(tmp_path), "--top", "1", "--all")
+    assert "head" in text
+
+
+def test_the_ratio_is_that_of_encoded_blocks(tmp_path: Path) -> None:
+    zeros = np.zeros(1024, np.float32)
+    save(tmp_path, 1, {"zeros": zeros, "ones": zeros + 1}, encode=True)
+    found = figures("show", str(tmp_path))
+    assert found["stored_bytes"] < 8192
+    assert found["encoding_ratio"] == pytest.approx(8192 / found["stored_bytes"])
+
+
+def test_a_difference_names_tensors_and_counts_blocks(tmp_path: Path) -> None:
+    old = arrays(1, same=600, gone=10, grown=100, changed=1000)
+    first = save(tmp_path, 1, old)
+    changed = old["changed"].copy()
+    changed[[0, 999]] = 7
+    new = {"same": old["same"], "grown": arrays(2, g=300)["g"], "changed": changed, "new": changed}
+    save(tmp_path, 2, new, base=first)
+    found = figures("diff", str(tmp_path), "1", "2")
+    assert found == {
+        "older": 1,
+        "newer": 2,
+        "added": ["new"],
+        "removed": ["gone"],
+        "changed": [
+            {"name": "grown", "what": "shape (100,) is (300,)", "blocks": 2, "blocks_changed": 2},
+            {"name": "changed", "what": "values", "blocks": 4, "blocks_changed": 2},
+        ],
+        "unchanged": 1,
+        "blocks": 13,
+        "blocks_changed": 8,
+    }
+    code, text = call("diff", str(tmp_path), "1", "2")
+    assert code == 0
+    assert "+ new" in text
+    assert "- gone" in text
+    assert "8 of 13 blocks (62 %) are new" in text
+
+
+# -- verifying -------------------------------------------------------------------------------------
+
+
+def test_verifying_good_checkpoints_says_so(tmp_path: Path, run: list[Saved]) -> None:
+    code, text = call("verify", str(tmp_path))
+    assert (code, text) == (0, "step 150: every digest is right\n")
+    found = figures("verify", str(tmp_path), "--all")["checkpoints"]
+    assert [(row["step"], row["damage"]) for row in found] == [(100, []), (200, []), (150, [])]
+
+
+def test_verifying_lists_every_damage_and_ends_with_5(tmp_path: Path, run: list[Saved]) -> None:
+    trunk = run[1].manifest.named()["trunk"].blocks
+    for index in (1, 2):
+        flip(tmp_path / trunk[index].file, trunk[index].offset + 3)
+    found = figures("verify", str(tmp_path), "--all", code=5)["checkpoints"]
+    assert [len(row["damage"]) for row in found] == [0, 3, 3]
+    code, text = call("verify", str(tmp_path), "200")
+    assert code == 5
+    assert text.count("damaged: step 200: ") == 3
+    assert call("verify", str(tmp_path), "100")[0] == 0
+
+    # Where nothing is known any more, that is the answer.
+    for saved in run:
+        (saved.committed.folder / "COMMIT").write_text("")
+    found = figures("verify", str(tmp_path), code=5)["checkpoints"]
+    assert [row["step"] for row in found] == [None] * 3
+
+
+def test_a_damaged_manifest_ends_every_command_with_5(
+    tmp_path: Path, run: list[Saved], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(run[0].committed.folder / "manifest.json", 30)
+    here, out = str(tmp_path), str(tmp_path / "out")
+    for words in (
+        ("show", here, "100"),
+        ("diff", here, "100", "200"),
+        ("flatten", here, "100", out),
+        ("export", here, "100", f"{out}.pt"),
+    ):
+        assert leave("ckpt", *words) == 5, words
+        assert "is not what was committed" in capsys.readouterr().err
+    assert leave("ckpt", "verify", here, "100") == 5
+
+
+def test_a_directory_that_may_not_be_read_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(self: Directory) -> None:
+        raise PermissionError(13, "Permission denied", "/x/COMMIT")
+
+    monkeypatch.setattr(Directory, "committed", refused)
+    assert leave("ckpt", "ls", str(tmp_path)) == 2
+    assert "Permission denied: '/x/COMMIT'" in capsys.readouterr().err
+
+
+# -- copying ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encode", [False, True])
+def test_a_flat_copy_is_a_full_checkpoint_on_its_own(tmp_path: Path, encode: bool) -> None:
+    h5py = pytest.importorskip("h5py")
+    root, out = tmp_path / "run", tmp_path / "deep" / "flat"
+    tensors = {**arrays(1, w=5000), "scalar": np.float32(3), "empty": np.zeros((0, 4), np.int64)}
+    first = save(root, 1, {**tensors, "v": tensors["w"][:3000] + 1}, encode=encode)
+    second = save(root, 2, tensors | arrays(4, v=3000), base=first, encode=encode)
+    assert len(second.manifest.files) == 2
+    found = figures("flatten", str(root), "2", str(out))
+    assert found["step"] == 2
+    assert found["files"] == 1
+    assert found["bytes"] == sum(p.stat().st_size for p in (out / "blocks").iterdir())
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+    copy = Directory(out)
+    (committed,) = copy.committed()
+    manifest = copy.check(committed, thorough=True)
+    assert (manifest.base, manifest.new_blocks) == (None, manifest.block_count)
+    assert manifest.shared == second.manifest.shared
+    encoded = any(s.stored_bytes < 1024 for s in manifest.named()["w"].blocks[:-1])
+    assert encoded == encode
+    with h5py.File(committed.folder / "index.h5") as file:
+        for name, array in (tensors | arrays(4, v=3000)).items():
+            np.testing.assert_array_equal(file[name][()], array)
+
+
+def test_a_flat_copy_of_more_than_fits_in_memory_is_made_in_parts(tmp_path: Path) -> None:
+    saved = save(tmp_path / "run", 1, arrays(1, w=5000, v=700))
+    went: list[int] = []
+    out = Directory(tmp_path / "out")
+    source = Directory(tmp_path / "run")
+    copied = flat_copy(source, saved.committed, out, advance=went.append, batch_bytes=4096)
+    manifest = out.check(copied, thorough=True)
+    assert len(manifest.files) == 6
+    assert went == [4096] * 4 + [3 * 1024 + 544, 2 * 1024 + 752]
+    digests = [[s.digest for s in entry.blocks] for entry in manifest.tensors]
+    assert digests == [[s.digest for s in entry.blocks] for entry in saved.manifest.tensors]
+
+
+def test_a_damaged_block_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = save(tmp_path / "run", 1, arrays(1, w=5000))
+    stored = saved.manifest.tensors[0].blocks[3]
+    flip(tmp_path / "run" / stored.file, stored.offset)
+    assert leave("ckpt", "flatten", str(tmp_path / "run"), "1", str(tmp_path / "out")) == 5
+    assert "block 3" in capsys.readouterr().err
+    assert Directory(tmp_path / "out").committed() == []
+
+
+def test_an_export_holds_the_tensors_and_counts_the_way(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = arrays(1, w=5000, b=3)
+    save(tmp_path / "run", 1, tensors)
+    file = tmp_path / "one.pt"
+    found = figures("export", str(tmp_path / "run"), "1", str(file))
+    assert found == {"step": 1, "file": str(file), "format": "pt", "bytes": file.stat().st_size}
+    loaded = torch.load(file, weights_only=True)
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(loaded[name].numpy(), array)
+
+    safetensors = pytest.importorskip("safetensors.numpy")
+    file = tmp_path / "one.safetensors"
+    figures("export", str(tmp_path / "run"), "1", str(file), "--format", "safetensors")
+    loaded = safetensors.load_file(file)
+    assert sorted(loaded) == ["b", "w"]
+
+
+def test_an_imported_file_is_a_checkpoint_beside_those_that_were_there(
+    tmp_path: Path, run: list[Saved], capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    file = tmp_path / "old.pt"
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"weight": weight, "epoch": 3}, file)
+    found = figures("import", str(file), str(tmp_path), "--step", "7")
+    assert found["step"] == 7
+    directory = Directory(tmp_path)
+    assert [c.step for c in directory.committed()] == [100, 200, 150, 7]
+    assert directory.live() is None
+    assert call("verify", str(tmp_path), "7")[0] == 0
+    again = tmp_path / "again.pt"
+    figures("export", str(tmp_path), "7", str(again))
+    loaded = torch.load(again, weights_only=True)
+    assert loaded["epoch"] == 3
+    assert torch.equal(loaded["weight"], weight)
+
+    file.write_bytes(b"no such file")
+    assert leave("ckpt", "import", str(file), str(tmp_path), "--step", "8") == 2
+    assert str(file) in capsys.readouterr().err
+
+
+def test_reading_for_an_export_tells_of_every_byte(tmp_path: Path) -> None:
+    saved = save(tmp_path, 1, arrays(1, w=5000))
+    (entry,) = saved.manifest.tensors
+    went: list[int] = []
+    arrived: list[int] = []
+    jobs: list[Job] = []
+    for index, (stored, (start, stop)) in enumerate(
+        zip(entry.blocks, entry.spec.blocks(), strict=True)
+    ):
+        out = np.empty(stop - start, np.uint8)
+        jobs.append((stored, entry.spec, index, out, partial(arrived.append, index)))
+    with CountingReader(tmp_path, went.append) as reader:
+        reader.read_many(jobs, 1)
+    assert sum(went) == 20000
+    assert sorted(arrived) == list(range(20))
+
+
+# -- cleaning up -----------------------------------------------------------------------------------
+
+
+def test_cleaning_up_keeps_the_newest_and_the_pinned(tmp_path: Path, run: list[Saved]) -> None:
+    here = str(tmp_path)
+    foretold = figures("gc", here, "--keep", "1", "--dry-run")
+    assert foretold["steps"] == [100]
+    assert foretold["dry_run"] is True
+    assert len(Directory(tmp_path).committed()) == 3
+    done = figures("gc", here, "--keep", "1")
+    assert done == {**foretold, "dry_run": False}
+    assert [c.step for c in Directory(tmp_path).committed()] == [200, 150]
+    code, text = call("gc", here)
+    assert code == 0
+    assert "removed 0 files" in text
+    assert "checkpoints of steps: none" in text
+
+
+def test_cleaning_up_says_why_something_stays(tmp_path: Path, run: list[Saved]) -> None:
+    flip(run[1].committed.folder / "manifest.json", 30)
+    code, text = call("gc", str(tmp_path), "--keep", "1")
+    assert code == 0
+    assert "no block file is removed, since" in text
+
+
+def test_cleaning_up_refuses_while_a_job_writes_and_names_it(
+    tmp_path: Path, run: list[Saved], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Directory(tmp_path)
+    directory.claim("training-7")
+    for words in (("--keep", "1"), ("--keep", "1", "--dry-run")):
+        assert leave("ckpt", "gc", str(tmp_path), *words) == 2
+        assert f"by job training-7: process {os.getpid()}" in capsys.readouterr().err
+    directory.release("training-7")
+    assert len(directory.committed()) == 3
