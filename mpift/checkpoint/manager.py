@@ -20,7 +20,7 @@ from typing import Any
 
 from mpift.checkpoint import group as groups
 from mpift.checkpoint.directory import Directory, block_name
-from mpift.checkpoint.durable import publish
+from mpift.checkpoint.following import follow
 from mpift.checkpoint.manifest import order_of, version_of
 from mpift.checkpoint.part import Part
 from mpift.checkpoint.ram import RamTier
@@ -28,6 +28,7 @@ from mpift.checkpoint.restoring import Restored, Restoring, Wish
 from mpift.checkpoint.saves import Capture, Outcome, Rules, Saves
 from mpift.checkpoint.scribe import Scribe
 from mpift.checkpoint.slots import Slots
+from mpift.checkpoint.state import current
 from mpift.checkpoint.tenancy import Tenancy
 from mpift.core import events
 from mpift.errors import CheckpointError, MpiftError, StaleVersionError
@@ -38,9 +39,9 @@ class CheckpointManager:
     order, and call its methods together.
 
     A *state* is a dictionary of names to objects: modules, optimizers, schedulers, anything with a
-    ``state_dict``, and plain values. Parameters, optimizer state and schedulers, which all ranks
-    hold alike, are written once, by all ranks together; buffers, random number generators and the
-    rest are every rank's own.
+    ``state_dict``, plain values, and functions that give one when a snapshot is taken. Parameters,
+    optimizer state and schedulers, which all ranks hold alike, are written once, by all ranks
+    together; buffers, random number generators and the rest are every rank's own.
 
     ``every``: steps between two saves, for ``due`` and ``follow`` (default: the setting
     ``checkpoint_every``). ``directory`` is shared by all nodes (default: the setting
@@ -253,18 +254,7 @@ class CheckpointManager:
                 self._surface()
                 self._snapshot(step, state, persist)
 
-        if hasattr(optimizer, "after_round"):
-            self._count = lambda: int(optimizer.rounds_applied)
-            optimizer.after_round(stepped)
-            return
-        steps = [0]
-        self._count = lambda: steps[0]
-
-        def after_step(*_: Any) -> None:
-            steps[0] += 1
-            stepped(steps[0])
-
-        optimizer.register_step_post_hook(after_step)
+        self._count = follow(optimizer, stepped)
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -285,9 +275,7 @@ class CheckpointManager:
         taken. Raises ``CheckpointError`` on all ranks if one can't restore it; the state may be a
         mixture then and must not be trained on.
         """
-        self.wait()
-        seat = self._group.seat(whole=self._ram is not None)
-        restored = self._restoring.restore(Wish(step, state, only, strict, rng), seat)
+        restored = self._read(step, state, only, strict, rng)
         if restored is None:
             return None
         version = restored.version
@@ -308,6 +296,31 @@ class CheckpointManager:
             )
         return restored
 
+    def load(
+        self,
+        step: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        only: Callable[[str], bool] | None = None,
+        strict: bool = True,
+    ) -> Restored | None:
+        """As ``restore``, but the run stays where it is: for an evaluation, or to begin with what
+        another run has learned. Random number generators are left alone."""
+        return self._read(step, state, only, strict, rng=False)
+
+    def _read(
+        self,
+        step: int | None,
+        state: Mapping[str, Any] | None,
+        only: Callable[[str], bool] | None,
+        strict: bool,
+        rng: bool,
+    ) -> Restored | None:
+        self.wait()
+        seat = self._group.seat(whole=self._ram is not None)
+        live = current(state) if state is not None else None
+        return self._restoring.restore(Wish(step, live, only, strict, rng), seat)
+
     def steps(self) -> list[int]:
         """Steps of the checkpoints that there are, from the oldest to the newest."""
         return [committed.step for committed in self._files.committed()]
@@ -315,13 +328,7 @@ class CheckpointManager:
     def pin(self, step: int, name: str = "pinned") -> None:
         """Keep this checkpoint for good: under a ``name`` such as "best", which is taken from the
         one that had it. Any rank may call it. Raises ``CheckpointError`` if there is none."""
-        if not name.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"a pin's name must be letters, digits, - and _, not {name!r}")
-        wanted = self._files.find(step)
-        publish(self._files.disk, wanted.folder / f"PIN.{name}", b"")
-        for committed in self._files.committed():
-            if name in committed.pins and committed.order != wanted.order:
-                self._files.disk.unlink(committed.folder / f"PIN.{name}")
+        self._files.pin(step, name)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import h5py
 import numpy as np
 import xxhash
 
@@ -47,8 +48,6 @@ _Kind = tuple[str, bool]
 
 def require() -> None:
     """Raises ``CheckpointError`` unless h5py can write with MPI."""
-    import h5py  # type: ignore[import-untyped]
-
     if not h5py.get_config().mpi:
         raise CheckpointError(
             f'layout="shared" needs an h5py that is built with MPI, and h5py {h5py.__version__} in'
@@ -307,15 +306,11 @@ def _write(comm: Any, path: Path, plan: _Plan, mine: _Mine) -> dict[str, int]:
 
 
 def _open(comm: Any, path: Path) -> Any:
-    import h5py
-
     return h5py.File(path, "w", libver=LIBVER, driver="mpio", comm=comm)
 
 
 def _create(file: Any, plan: _Plan) -> dict[str, tuple[Any, int]]:
     """The datasets, and at which byte each begins; HDF5 reserves their space at once."""
-    import h5py
-
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -336,8 +331,6 @@ def _create(file: Any, plan: _Plan) -> dict[str, tuple[Any, int]]:
 
 def _write_slice(dataset: Any, plan: _Plan, slice_: _Slice | None) -> None:
     """Called on all ranks, also by those that have nothing (left) to write."""
-    import h5py
-
     target = dataset.get_space()
     if slice_ is None:
         data = np.empty(dataset.dtype.itemsize, np.uint8)
@@ -387,8 +380,6 @@ def _read_back(root: Path, mine: _Mine, stored: Sequence[Stored]) -> None:
 def _whole(path: Path, plan: _Plan) -> tuple[int, str]:
     """Size and digest of the file, in which HDF5 finds what it was told to make: its own part of it
     is not covered by the blocks' digests."""
-    import h5py
-
     with h5py.File(path, "r", locking=False) as file:
         for dtype, elements in plan.totals.items():
             found = file[dtype]

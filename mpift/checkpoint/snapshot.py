@@ -22,7 +22,7 @@ from mpift.checkpoint.arena import Arena, Contents, blocks_between
 from mpift.checkpoint.blocks import TensorSpec, cut
 from mpift.checkpoint.group import Seat
 from mpift.checkpoint.manifest import order_of
-from mpift.checkpoint.state import Flat, as_bytes, flatten
+from mpift.checkpoint.state import Flat, as_bytes, current, flatten
 from mpift.core.saving import Origin
 
 
@@ -58,7 +58,7 @@ class Snapshots:
         self, state: Mapping[str, Any], version: int, seat: Seat, slot: int
     ) -> tuple[Arena, Origin]:
         """Copy this rank's share of ``state`` into the arena of ``slot``; returns it, whole."""
-        flat = flatten(state)
+        flat = flatten(current(state))
         shared = tuple(flat.specs[name] for name in flat.shared_tensors)
         own = tuple(flat.specs[name] for name in flat.own_tensors)
         key = (shared, own, seat.share, len(seat.owners), seat.neighbours, seat.whole)

@@ -10,8 +10,10 @@ names; in the trees, and here, they have not.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +42,12 @@ class Flat:
     shared_tensors: dict[str, torch.Tensor]
     own_tensors: dict[str, torch.Tensor]
     specs: dict[str, TensorSpec]
+
+
+def current(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` as it is now: entries that are functions are called for their values."""
+    kinds = (types.FunctionType, types.MethodType, functools.partial)
+    return {name: value() if isinstance(value, kinds) else value for name, value in state.items()}
 
 
 def flatten(state: Mapping[str, Any], rng: bool = True) -> Flat:

@@ -143,6 +143,9 @@ _LABELS = {
     "keys_lost": "keys lost in a parameter server",
     "ranks_repaired": "states repaired that had parted from the others'",
     "rounds_missed": "rounds missed (rank: rounds)",
+    "checkpoints_saved": "checkpoints saved",
+    "checkpoints_failed": "checkpoints that failed",
+    "restored_step": "step of the checkpoint restored last",
 }
 
 

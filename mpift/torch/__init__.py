@@ -1,7 +1,10 @@
 """The Horovod-compatible face for PyTorch: ``import mpift.torch as hvd``."""
 
 from mpift import init, is_initialized, rank, report, shutdown, size
+from mpift.checkpoint import CheckpointManager
 from mpift.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
     KeyLostError,
     MpiftError,
     StalePushError,
@@ -59,6 +62,9 @@ __all__ = [
     "Adagrad",
     "AsyncDistributedOptimizer",
     "Average",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointManager",
     "Compression",
     "Compressor",
     "DistributedOptimizer",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import functools
 import threading
 import warnings
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from mpift import runtime
+from mpift.checkpoint import CheckpointManager
 from mpift.core import history
 from mpift.core.ballots import Content
 from mpift.core.commit_events import Decided, Entry
@@ -52,13 +54,16 @@ class TorchState:
     """The state of a training run: ``model``, ``optimizer``, and any attributes that can be pickled
     or have a ``state_dict``, such as schedulers and samplers. They are attributes of it.
 
-    All ranks make theirs in the same order, after ``init``.
+    All ranks make theirs in the same order, after ``init``. With ``checkpoints`` it begins with
+    the newest one, if there is one, and is saved as often as the manager says by every round of
+    ``optimizer``; going back to a version in memory does not need them.
     """
 
     def __init__(
         self,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        checkpoints: CheckpointManager | None = None,
         **attributes: Any,
     ) -> None:
         given = {"model": model, "optimizer": optimizer, **attributes}
@@ -68,6 +73,8 @@ class TorchState:
                 raise ValueError(f"a state can't have an attribute of the name {name!r}")
             setattr(self, name, given[name])
         self._runtime = runtime.current()
+        if checkpoints is not None:
+            self._save_to(checkpoints)
         self._news = threading.Condition()
         self._hasher = concurrent.futures.ThreadPoolExecutor(1, "mpift-commit")
         self._version = 0  # the last that was committed here, decided or not
@@ -77,6 +84,19 @@ class TorchState:
         self._by_hand = -1  # the last version whose number the script gave
         self._error: Exception | None = None  # to be raised in the next call
         self._runtime.on_service(self._open)
+
+    def _save_to(self, checkpoints: CheckpointManager) -> None:
+        """Begin with the newest checkpoint, and make more."""
+        if self.__dict__.get("optimizer") is None:
+            raise ValueError("checkpoints are saved by steps of an optimizer: give the state one")
+        state = {
+            name: value if _has_state(value) else functools.partial(getattr, self, name)
+            for name, value in ((name, getattr(self, name)) for name in self._names)
+        }
+        restored = checkpoints.restore(state=state)
+        for name, value in restored.values.items() if restored is not None else ():
+            setattr(self, name, value)
+        checkpoints.follow(self.optimizer, state)
 
     # -- for the script ----------------------------------------------------------------------------
 
