@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -48,6 +49,24 @@ def flat_copy(
         raise CheckpointError(f"{out.root} is not empty: name a new directory")
     manifest = directory.check(committed)
     out.prepare()
+    return copy_whole(directory.root, manifest, out, 0, threads, advance, batch_bytes)
+
+
+def copy_whole(
+    root: Path,
+    manifest: Manifest,
+    out: Directory,
+    attempt: int,
+    threads: int = 2,
+    advance: Advance | None = None,
+    batch_bytes: int = BATCH_BYTES,
+) -> Committed:
+    """Commit in ``out`` what ``manifest`` tells of and whose blocks lie below ``root``, without
+    anybody's vote: all of it is read and checked here. ``attempt`` tells the new files from others
+    of the same step.
+
+    Raises ``CheckpointDamagedError`` for what is damaged.
+    """
     encoded = any(
         stored.stored_bytes < stop - start
         for entry in manifest.tensors
@@ -55,10 +74,10 @@ def flat_copy(
     )
     files: list[BlockFile] = []
     places: list[Stored] = []
-    with Reader(directory.root) as reader:
+    with Reader(root) as reader:
         for number, batch in enumerate(_batches(manifest, batch_bytes)):
             blocks = _read(reader, batch, threads)
-            name = block_name(committed.step, number, 0, 0, committed.order[0])
+            name = block_name(manifest.step, number, 0, attempt, manifest.order[0])
             file, stored_blocks = write_blocks(out.disk, out.root, name, blocks, encoded, threads)
             files.append(file)
             places += stored_blocks
@@ -116,7 +135,7 @@ def _moved(manifest: Manifest, files: list[BlockFile], places: list[Stored]) -> 
 
 
 def _commit(out: Directory, manifest: Manifest) -> Committed:
-    folder = out.root / "steps" / f"{manifest.step:010d}"
+    folder = out.root / "steps" / out.free_name(manifest.step, manifest.order[0])
     out.disk.make_folder(folder)
     write_index(out.disk, folder / "index.h5", manifest, "../..")
     data = encode(manifest)

@@ -157,14 +157,14 @@ class CheckpointManager:
             )
         self._last = version
         self._group.strike(step, "snapshot")
-        slot = None if self._tenancy.lost else self._slots.find(self._waits)
+        seat = self._group.seat(whole=self._ram is not None)
+        slot = None if self._tenancy.lost else self._slots.find(seat, self._waits)
         if slot is None:
             reason = self._tenancy.lost or "the checkpoint before it is still being written"
             self._slots.skip(version)
             if persist:
                 self._group.call(lambda: self._saves.skipped(version, reason))
             return False
-        seat = self._group.seat(whole=self._ram is not None)
         capture = self._slots.take(slot, state, version, seat)
         self._group.strike(step, "captured")
         part = self._write_shared(capture) if persist and self._shared_file is not None else None
@@ -210,7 +210,7 @@ class CheckpointManager:
         elif not outcome.skipped:
             self._warn(f"step {outcome.step} was not saved: {outcome.reason}")
             self._failed = outcome.reason
-        if self._group.leads and outcome.version:
+        if self._group.leads and outcome.version and (outcome.summary or outcome.reason):
             self._report(outcome)
         self._slots.free(outcome.version)
 

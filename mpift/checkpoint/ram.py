@@ -69,11 +69,12 @@ class RamTier:
         self._pending = 0
         return versions.index(min(versions))
 
-    def begin(self, slot: int, version: int, members: Sequence[int]) -> None:
-        """This slot is about to be overwritten, by ``members`` of this node."""
+    def begin(self, slot: int, version: int, member: int, members: Sequence[int]) -> None:
+        """This slot is about to be overwritten: by ``member``, as by all of its node's."""
         self._pending = version
         place = self.slot(slot)
         (place / "COMMIT").unlink(missing_ok=True)
+        part_path(place, member).unlink(missing_ok=True)
         wanted = {f"rank-{member}.arena" for member in members}
         for path in place.glob("rank-*.arena"):
             if path.name not in wanted:  # of ranks that are no more
@@ -135,6 +136,11 @@ class RamTier:
     def remove(self) -> None:
         """Give the memory back."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def part_path(slot: Path, member: int) -> Path:
+    """What a rank says of its sealed arena in a slot."""
+    return slot / f"part-{member}.json"
 
 
 def remove_stale(parent: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpift.checkpoint.adopt import Adopted, adopt, load
 from mpift.checkpoint.directory import Committed, Directory
+from mpift.checkpoint.flat_copy import copy_whole
 from mpift.checkpoint.group import Group, Seat
 from mpift.checkpoint.manifest import Manifest, version_of
 from mpift.checkpoint.ram import RamTier
@@ -101,7 +102,8 @@ class Restoring:
     def _propose(self, step: int | None) -> dict[str, Any] | None:
         """The checkpoint that all try next."""
         version, slot, digest = self._in_memory() if step is None else (0, 0, "")
-        mine: dict[str, Any] = {"version": version, "slot": slot, "digest": digest}
+        member = self._group.member
+        mine: dict[str, Any] = {"version": version, "digest": digest, "member": member}
         if self._group.leads:
             mine |= self._on_storage(step)
         rows = self._group.gather(mine)
@@ -111,10 +113,28 @@ class Restoring:
         if first.get("error"):
             raise CheckpointError(first["error"])
         stored = first["stored"]
-        everywhere = {(row["version"], row["digest"]) for row in rows}
-        if len(everywhere) == 1 and version > (stored["version"] if stored else 0):
+        best = max(rows, key=lambda row: int(row["version"]))
+        if best["version"] <= (stored["version"] if stored else 0):
+            return {"memory": False, **stored} if stored else None
+        if all((row["version"], row["digest"]) == (version, digest) for row in rows):
             return {"memory": True, "version": version}
-        return {"memory": False, **stored} if stored else None
+        self._bring_to_storage(best, slot)
+        return self._propose(step)
+
+    def _bring_to_storage(self, best: dict[str, Any], slot: int) -> None:
+        """Only some nodes hold the newest snapshot in memory: one of their ranks writes it."""
+        problem = ""
+        if best["member"] == self._group.member:
+            assert self._ram is not None
+            try:
+                found = self._ram.manifest(slot)
+                copy_whole(self._ram.slot(slot), found, self._directory, os.getpid())
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            if problem:  # or it would be proposed again
+                self._ram.discard(slot)
+        for told in filter(None, self._group.gather(problem)):
+            warnings.warn(f"the newest snapshot in memory is lost: {told}", stacklevel=5)
 
     def _in_memory(self) -> tuple[int, int, str]:
         """(version, slot, what it must have in common) of this node's newest snapshot."""

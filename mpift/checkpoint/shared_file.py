@@ -40,6 +40,7 @@ from mpift.errors import CheckpointDamagedError, CheckpointError
 # A rank writes so much at once, out of a copy. MPI counts in 32 bits.
 SLICE_BYTES = 64 << 20
 READ_BYTES = 4 << 20
+REASONS_MAX = 4
 
 T = TypeVar("T")
 # Of the blocks that follow each other in a dataset: dtype, and whether they are a rank's own.
@@ -73,19 +74,19 @@ def write_shared(comm: Any, disk: Disk, root: Path, name: str, arena_path: Path)
     plan = _Plan(heads, comm.rank)
     if not plan.totals:
         return mine.part([], None)
-    path, unfinished = _begin(comm, disk, root / "blocks" / name, plan.size_bytes)
+    path, unfinished, offsets = _begin(comm, disk, root / "blocks" / name, plan)
     leads = comm.rank == 0
     try:
-        offsets = _write(comm, unfinished, plan, mine)
-        _here(comm, "syncing", lambda: _sync(disk, unfinished, leads))
-        _here(comm, "naming", lambda: _name(disk, unfinished, path) if leads else None)
+        _write(comm, unfinished, plan, mine)
+        _here(comm, "syncing it", lambda: _sync(disk, unfinished, leads))
+        _here(comm, "naming it", lambda: _name(disk, unfinished, path) if leads else None)
     finally:
         _remove(comm, disk, unfinished)
     try:
         _here(comm, "syncing its folder", lambda: disk.sync_folder(path.parent) if leads else None)
         stored = mine.stored(f"blocks/{path.name}", plan, offsets)
-        _here(comm, "reading back", lambda: _read_back(root, mine, stored))
-        ends = _together(comm, "reading back", lambda: _whole(path, plan) if leads else (0, ""))
+        _here(comm, "reading it back", lambda: _read_back(root, mine, stored))
+        ends = _together(comm, "reading it back", lambda: _whole(path, plan) if leads else (0, ""))
     except BaseException:
         _remove(comm, disk, path)
         raise
@@ -109,7 +110,9 @@ def _together(comm: Any, what: str, do: Callable[[], T]) -> list[T]:
             ranks.setdefault(text, []).append(str(rank))
     if ranks:
         reasons = [f"on rank {', '.join(who)}: {text}" for text, who in ranks.items()]
-        raise CheckpointError(f"a file for all ranks: {what} failed {'; '.join(reasons)}")
+        if len(reasons) > REASONS_MAX:
+            reasons[REASONS_MAX:] = ["and on others"]
+        raise CheckpointError(f"no file for all ranks: {what} failed {'; '.join(reasons)}")
     return [value for value, _ in everybody]
 
 
@@ -233,30 +236,39 @@ def _require_same(heads: Sequence[_Head]) -> None:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def _begin(comm: Any, disk: Disk, path: Path, size_bytes: int) -> tuple[Path, Path]:
-    """The file's name to be and its temporary one, under which it is there and empty.
+def _begin(comm: Any, disk: Disk, path: Path, plan: _Plan) -> tuple[Path, Path, dict[str, int]]:
+    """The file's name to be, its temporary one, under which its datasets are there, and at which
+    byte each of them begins.
 
-    MPI opens a file on all ranks at once, and if one can't the others may wait for good: so each
-    has opened it before.
+    Rank 0 makes them alone, with HDF5's ordinary driver: errors are plain ones then. MPI opens the
+    file on all ranks at once, and if one can't the others may wait for good: so each has opened it
+    before.
     """
 
-    def create() -> tuple[Path, Path]:
+    def create() -> tuple[str, str, dict[str, int]]:
         if comm.rank != 0:
-            return path, path
+            return "", "", {}
         if path.exists():
             raise CheckpointError(f"{path} was written already, and is never replaced")
-        _check_space(path, size_bytes)
+        _check_space(path, plan.size_bytes)
         unfinished = temporary(path)
         disk.create(unfinished, b"")
-        return path, unfinished
+        try:
+            # HDF5 before 1.12 crashes if it can't make a file longer.
+            os.truncate(unfinished, plan.size_bytes + OVERHEAD_BYTES)
+            return path.name, unfinished.name, _create(unfinished, plan)
+        except BaseException:
+            _remove(comm, disk, unfinished)
+            raise
 
-    path, unfinished = _together(comm, "creating", create)[0]
+    name, unfinished_name, offsets = _together(comm, "creating it", create)[0]
+    path, unfinished = path.with_name(name), path.with_name(unfinished_name)
     try:
-        _here(comm, "opening", lambda: _try_to_open(unfinished))
+        _here(comm, "opening it", lambda: _try_to_open(unfinished))
     except BaseException:
         _remove(comm, disk, unfinished)
         raise
-    return path, unfinished
+    return path, unfinished, offsets
 
 
 def _remove(comm: Any, disk: Disk, path: Path) -> None:
@@ -286,47 +298,44 @@ def _try_to_open(path: Path) -> None:
         ) from None
 
 
-def _write(comm: Any, path: Path, plan: _Plan, mine: _Mine) -> dict[str, int]:
-    """The whole file, not synced; at which byte each dataset begins."""
-    file = _here(comm, "opening with HDF5", lambda: _open(comm, path))
+def _create(path: Path, plan: _Plan) -> dict[str, int]:
+    """The datasets, with their space in the file; at which byte each begins."""
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_layout(h5py.h5d.CONTIGUOUS)
+    settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    offsets = {}
+    # Nobody else knows of the file, and some file systems have no locks.
+    with h5py.File(path, "w", libver=LIBVER, locking=False) as file:
+        for dtype, elements in plan.totals.items():
+            kind = h5py.h5t.py_create(storage_dtype(dtype), logical=True)
+            space = h5py.h5s.create_simple((elements,))
+            made = h5py.h5d.create(file.id, dtype.encode(), kind, space, settings)
+            h5py.Dataset(made).attrs["torch_dtype"] = dtype
+            offsets[dtype] = made.get_offset()
+    return offsets
+
+
+def _write(comm: Any, path: Path, plan: _Plan, mine: _Mine) -> None:
+    """All ranks fill the datasets; the file is not synced."""
+    file = _here(comm, "opening it with MPI", lambda: _open(comm, path))
     try:
-        made = _here(comm, "creating datasets", lambda: _create(file, plan))
-        for dtype, (dataset, _) in made.items():
+        for dtype in plan.totals:
+            dataset = file[dtype].id
             slices = iter(mine.slices.get(dtype, ()))
             for _ in range(plan.rounds[dtype]):
                 write = functools.partial(_write_slice, dataset, plan, next(slices, None))
-                _here(comm, "writing", write)
+                _here(comm, "writing it", write)
     except CheckpointError:
         # On all ranks. HDF5 writes once more when it closes: that this fails too is not the cause.
         with contextlib.suppress(OSError, RuntimeError):
             file.close()
         raise
-    _here(comm, "closing", file.close)
-    return {dtype: offset for dtype, (_, offset) in made.items()}
+    _here(comm, "closing it", file.close)
 
 
 def _open(comm: Any, path: Path) -> Any:
-    return h5py.File(path, "w", libver=LIBVER, driver="mpio", comm=comm)
-
-
-def _create(file: Any, plan: _Plan) -> dict[str, tuple[Any, int]]:
-    """The datasets, and at which byte each begins; HDF5 reserves their space at once."""
-    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    settings.set_layout(h5py.h5d.CONTIGUOUS)
-    settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    made = {}
-    for dtype, elements in plan.totals.items():
-        dataset = h5py.h5d.create(
-            file.id,
-            dtype.encode(),
-            h5py.h5t.py_create(storage_dtype(dtype), logical=True),
-            h5py.h5s.create_simple((elements,)),
-            settings,
-        )
-        h5py.Dataset(dataset).attrs["torch_dtype"] = dtype
-        made[dtype] = (dataset, dataset.get_offset())
-    return made
+    return h5py.File(path, "r+", libver=LIBVER, driver="mpio", comm=comm)
 
 
 def _write_slice(dataset: Any, plan: _Plan, slice_: _Slice | None) -> None:
@@ -374,7 +383,10 @@ def _read_back(root: Path, mine: _Mine, stored: Sequence[Stored]) -> None:
             try:
                 reader.read(block, piece.spec, piece.index)
             except CheckpointDamagedError as error:
-                raise CheckpointError(f"it reads back other than it was written: {error}") from None
+                raise CheckpointError(
+                    f"it reads back other than it was written: {error}. Open MPI keeps failed writes"
+                    " to itself: is the disk full, or the size of files limited?"
+                ) from None
 
 
 def _whole(path: Path, plan: _Plan) -> tuple[int, str]:

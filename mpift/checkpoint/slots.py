@@ -35,6 +35,7 @@ class Slots:
         self._snapshots = Snapshots(lambda slot: self.path(group.member, slot), self._count)
         self._news = threading.Condition()
         self._busy: dict[int, int] = {}  # slot of each version that is under way
+        self._owners: tuple[int, ...] = ()  # of the last snapshot
         self.number = 0
 
     def path(self, member: int, slot: int) -> Path:
@@ -47,9 +48,12 @@ class Slots:
     def paths(self, member: int) -> list[Path]:
         return [self.path(member, slot) for slot in range(self._count)]
 
-    def find(self, wait: bool) -> int | None:
+    def find(self, seat: Seat, wait: bool) -> int | None:
         """A slot that may be overwritten; None if there is none, and with ``wait`` once there is
         one."""
+        if self._ram is not None and seat.owners != self._owners:
+            self._ram.view_changed()
+        self._owners = seat.owners
         with self._news:
             slot = self._look()
             if slot is None and wait:
@@ -66,7 +70,7 @@ class Slots:
         """Copy this rank's share of ``state`` into ``slot``."""
         if self._ram is not None:
             members = tuple(seat.owners[share] for share in seat.neighbours)
-            self._ram.begin(slot, version, members)
+            self._ram.begin(slot, version, self._group.member, members)
         arena, origin = self._snapshots.take(state, version, seat, slot)
         with self._news:
             self._busy[version] = slot
@@ -83,9 +87,15 @@ class Slots:
         if self._ram is None:
             then("")
             return
+
+        def sealed(_: Any, error: str) -> None:
+            if error:
+                self.skip(capture.version)  # the others must not wait for it
+            then(error)
+
         self._scribe.request(
             "seal",
-            lambda _, error: then(error),
+            sealed,
             slot=capture.arena.parent,
             path=capture.arena,
             job_name=self._group.job,

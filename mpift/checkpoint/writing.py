@@ -25,6 +25,7 @@ from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
 from mpift.checkpoint.manifest import BlockFile, CommitRecord, Manifest, Stored
 from mpift.checkpoint.part import Part, put_together
+from mpift.checkpoint.ram import part_path
 from mpift.errors import CheckpointDamagedError, CheckpointError
 
 _UP = "../.."  # from a checkpoint's folder to the directory
@@ -282,7 +283,7 @@ class Workshop:
         part = Part.of(contents, contents.ranges, stored[:shared], stored[shared:], [file])
         memory = MemoryDisk()
         member = contents.origin.owners[contents.share]
-        publish(memory, slot / f"part-{member}.json", part.encode())
+        publish(memory, part_path(slot, member), part.encode())
         return _seal_whole(memory, slot, contents, job_name, unix_time)
 
 
