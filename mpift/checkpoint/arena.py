@@ -8,6 +8,7 @@ last. No process writes to it but the rank that made it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterator, Sequence
@@ -172,6 +173,7 @@ class Arena:
         self._region.unlink()
 
     def close(self) -> None:
-        """Unmap it; ``data`` and arrays made of it must not be used any more."""
+        """Unmap it; where arrays made of ``data`` are still in use, with the last of them."""
         del self.data
-        self._region.close()
+        with contextlib.suppress(BufferError):
+            self._region.close()

@@ -8,6 +8,7 @@ fails meanwhile costs that checkpoint alone; it is told at the next step and at 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -73,8 +74,8 @@ class CheckpointManager:
         timeout_seconds: float = 600.0,
         layout: str = "blocks",
     ) -> None:
-        _check(keep=keep, every=every, full_every=full_every)
-        _check_words(when_busy, encode, layout)
+        _check(every, when_busy, layout)
+        rules = Rules(encode, keep, keep_every, full_every, compact_below, timeout_seconds)
         self._shared_file = _shared_file_writer() if layout == "shared" else None
         self._group = group = groups.current()
         config = group.config
@@ -94,15 +95,13 @@ class CheckpointManager:
         self._committed = 0  # the newest version known to be committed
         # Steps of a followed optimizer, and those that were made before its first.
         self._count: Callable[[], int] = lambda: 0
-        self._offset = 0
-        self._closed = False
+        self._offset, self._closed = 0, False
         self._tenancy = Tenancy(group, self._files, self._warn)
         # Ranks of a node share its cores.
         threads = max(1, (os.cpu_count() or 1) // len(group.seat(whole=False).neighbours))
         self._scribe = Scribe(threads, orphans=group.alone and self._ram is None)
         self._scribe.start()
-        self._slots = Slots(group, self._scribe, self._ram)
-        rules = Rules(encode, keep, keep_every, full_every, compact_below, timeout_seconds)
+        self._slots = Slots(group, self._scribe, self._ram, self._skip)
         self._saves = Saves(
             group, self._scribe, self.directory, rules, self._slots.paths, self._told
         )
@@ -139,7 +138,6 @@ class CheckpointManager:
         if wait and begun:
             self.wait()
             if self.committed_step != step:
-                self._problems.clear()
                 raise CheckpointError(f"step {step} was not saved: {self._failed or 'given up'}")
         return begun
 
@@ -160,12 +158,22 @@ class CheckpointManager:
         seat = self._group.seat(whole=self._ram is not None)
         slot = None if self._tenancy.lost else self._slots.find(seat, self._waits)
         if slot is None:
-            reason = self._tenancy.lost or "the checkpoint before it is still being written"
             self._slots.skip(version)
             if persist:
-                self._group.call(lambda: self._saves.skipped(version, reason))
+                busy = "the checkpoint before it is still being written"
+                self._skip(version, self._tenancy.lost or busy)
             return False
-        capture = self._slots.take(slot, state, version, seat)
+        whole = functools.partial(self._captured, persist=persist)
+        self._slots.take(slot, state, version, seat, whole)
+        return True
+
+    def _skip(self, version: int, reason: str) -> None:
+        """Let the others know that this rank has no snapshot."""
+        self._group.call(lambda: self._saves.skipped(version, reason))
+
+    def _captured(self, capture: Capture, persist: bool) -> None:
+        """The snapshot is whole: let it count in memory, and go on to storage."""
+        step = order_of(capture.version)[1]
         self._group.strike(step, "captured")
         part = self._write_shared(capture) if persist and self._shared_file is not None else None
 
@@ -175,10 +183,9 @@ class CheckpointManager:
             if persist:
                 self._group.call(lambda: self._saves.captured(capture, part))
             else:
-                self._slots.free(version)
+                self._slots.free(capture.version)
 
         self._slots.seal(capture, sealed)
-        return True
 
     def _write_shared(self, capture: Capture) -> Part:
         """Write one file with all ranks, now; training waits for it."""
@@ -317,6 +324,7 @@ class CheckpointManager:
         rng: bool,
     ) -> Restored | None:
         self.wait()
+        self._slots.fence()
         seat = self._group.seat(whole=self._ram is not None)
         live = current(state) if state is not None else None
         return self._restoring.restore(Wish(step, live, only, strict, rng), seat)
@@ -363,17 +371,11 @@ class CheckpointManager:
                 raise
 
 
-def _check(**given: int | None) -> None:
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _check_words(when_busy: str, encode: bool | str, layout: str) -> None:
+def _check(every: int | None, when_busy: str, layout: str) -> None:
+    if every is not None and every < 1:
+        raise ValueError(f"every must be at least 1, got {every}")
     if when_busy not in ("skip", "wait"):
         raise ValueError(f'when_busy must be "skip" or "wait", not {when_busy!r}')
-    if encode not in (True, False, "auto"):
-        raise ValueError(f'encode must be True, False or "auto", not {encode!r}')
     if layout not in ("blocks", "shared"):
         raise ValueError(f'layout must be "blocks" or "shared", not {layout!r}')
 

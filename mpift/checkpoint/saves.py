@@ -44,6 +44,14 @@ class Rules:
     compact_below: float = 0.5
     timeout_seconds: float = 600.0
 
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_every", "full_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.encode not in (True, False, "auto"):
+            raise ValueError(f'encode must be True, False or "auto", not {self.encode!r}')
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:

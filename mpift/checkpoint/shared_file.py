@@ -8,7 +8,7 @@ and nothing encoded: what is to be compared and compressed needs files of its ow
 It is done on the thread that owns MPI, by all ranks at the same time. What may fail on one of them
 is done between two exchanges, and none enters the next call that waits for others before all are
 through with the last: either every rank has its part in the end, or every rank raises the same
-error and the file is gone. Only a death is not seen to here: MPI's own error goes up then.
+error and the file is gone. If a rank dies, MPI's own error goes up on the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from mpift.errors import CheckpointDamagedError, CheckpointError
 
 # A rank writes so much at once, out of a copy. MPI counts in 32 bits.
 SLICE_BYTES = 64 << 20
-READ_BYTES = 4 << 20
 REASONS_MAX = 4
 
 T = TypeVar("T")
@@ -279,9 +278,8 @@ def _remove(comm: Any, disk: Disk, path: Path) -> None:
 
 
 def _check_space(path: Path, size_bytes: int) -> None:
-    needed = size_bytes + OVERHEAD_BYTES
     found = os.statvfs(path.parent)
-    free = found.f_bavail * found.f_frsize
+    needed, free = size_bytes + OVERHEAD_BYTES, found.f_bavail * found.f_frsize
     if free < needed:
         raise CheckpointError(
             f"{path} needs {needed} bytes, and {path.parent} has {free} free: make room there, keep"
@@ -291,7 +289,7 @@ def _check_space(path: Path, size_bytes: int) -> None:
 
 def _try_to_open(path: Path) -> None:
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        path.open("r+b").close()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} can't be seen from here: all nodes must share the checkpoint directory"
@@ -318,10 +316,11 @@ def _create(path: Path, plan: _Plan) -> dict[str, int]:
 
 def _write(comm: Any, path: Path, plan: _Plan, mine: _Mine) -> None:
     """All ranks fill the datasets; the file is not synced."""
-    file = _here(comm, "opening it with MPI", lambda: _open(comm, path))
+    open_file = functools.partial(h5py.File, path, "r+", libver=LIBVER, driver="mpio", comm=comm)
+    file = _here(comm, "opening it with MPI", open_file)
+    datasets = {dtype: file[dtype].id for dtype in plan.totals}
     try:
-        for dtype in plan.totals:
-            dataset = file[dtype].id
+        for dtype, dataset in datasets.items():
             slices = iter(mine.slices.get(dtype, ()))
             for _ in range(plan.rounds[dtype]):
                 write = functools.partial(_write_slice, dataset, plan, next(slices, None))
@@ -331,11 +330,12 @@ def _write(comm: Any, path: Path, plan: _Plan, mine: _Mine) -> None:
         with contextlib.suppress(OSError, RuntimeError):
             file.close()
         raise
+    except BaseException:
+        # A rank has died, and closing waits for it: the file stays open as long as this process.
+        for identifier in (file.id, *datasets.values()):
+            identifier.locked = True
+        raise
     _here(comm, "closing it", file.close)
-
-
-def _open(comm: Any, path: Path) -> Any:
-    return h5py.File(path, "r+", libver=LIBVER, driver="mpio", comm=comm)
 
 
 def _write_slice(dataset: Any, plan: _Plan, slice_: _Slice | None) -> None:
@@ -384,8 +384,8 @@ def _read_back(root: Path, mine: _Mine, stored: Sequence[Stored]) -> None:
                 reader.read(block, piece.spec, piece.index)
             except CheckpointDamagedError as error:
                 raise CheckpointError(
-                    f"it reads back other than it was written: {error}. Open MPI keeps failed writes"
-                    " to itself: is the disk full, or the size of files limited?"
+                    f"it reads back other than it was written: {error}. Open MPI keeps failed"
+                    " writes to itself: is the disk full, or the size of files limited?"
                 ) from None
 
 
@@ -402,7 +402,7 @@ def _whole(path: Path, plan: _Plan) -> tuple[int, str]:
                     f" {elements} of {dtype}: the disk or its file system is at fault"
                 )
     whole = xxhash.xxh3_128()
-    window = np.empty(READ_BYTES, np.uint8)
+    window = np.empty(reading.WINDOW_BYTES, np.uint8)
     with path.open("rb", buffering=0) as opened:
         while size := opened.readinto(window.data):
             whole.update(window[:size].data)

@@ -24,13 +24,21 @@ _LOOK_SECONDS = 0.05
 
 
 class Slots:
-    """Its methods are the script's thread's, but ``free``. ``number`` tells this manager's arenas
-    from those of the process's others, once it is set."""
+    """Its methods are the script's thread's, but ``free``. ``failed`` hears of snapshots that come
+    to nothing: version, reason. ``number`` tells this manager's arenas from those of the process's
+    others, once it is set."""
 
-    def __init__(self, group: Group, scribe: Scribe, ram: RamTier | None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        scribe: Scribe,
+        ram: RamTier | None,
+        failed: Callable[[int, str], None],
+    ) -> None:
         self._group = group
         self._scribe = scribe
         self._ram = ram
+        self._failed = failed
         self._count = SLOTS if ram is not None else 1
         self._snapshots = Snapshots(lambda slot: self.path(group.member, slot), self._count)
         self._news = threading.Condition()
@@ -66,20 +74,49 @@ class Slots:
         slot = 0 if self._ram is None else self._ram.choose()
         return None if slot in self._busy.values() else slot
 
-    def take(self, slot: int, state: Mapping[str, Any], version: int, seat: Seat) -> Capture:
-        """Copy this rank's share of ``state`` into ``slot``."""
+    def take(
+        self,
+        slot: int,
+        state: Mapping[str, Any],
+        version: int,
+        seat: Seat,
+        whole: Callable[[Capture], None],
+    ) -> None:
+        """Copy this rank's share of ``state`` into ``slot``, then call ``whole``: at once, or on
+        another thread once a device has copied its part."""
         if self._ram is not None:
             members = tuple(seat.owners[share] for share in seat.neighbours)
             self._ram.begin(slot, version, self._group.member, members)
-        arena, origin = self._snapshots.take(state, version, seat, slot)
+        taken = self._snapshots.take(state, version, seat, slot)
         with self._news:
             self._busy[version] = slot
-        return Capture(version, arena.path, origin, seat.share)
+        capture = Capture(version, taken.arena.path, taken.origin, seat.share)
+        if taken.finish is None:
+            whole(capture)
+            return
+        arguments = (taken.finish, capture, whole)
+        threading.Thread(target=self._arrive, args=arguments, name="mpift-snapshot").start()
+
+    def _arrive(
+        self, finish: Callable[[], None], capture: Capture, whole: Callable[[Capture], None]
+    ) -> None:
+        try:
+            finish()
+        except RuntimeError as error:  # what torch makes of a device's fault
+            self.skip(capture.version)
+            self.free(capture.version)
+            self._failed(capture.version, f"a device could not be read: {error}")
+        else:
+            whole(capture)
 
     def skip(self, version: int) -> None:
         """This rank takes no snapshot of ``version``."""
         if self._ram is not None:
             self._ram.skip(version)
+
+    def fence(self) -> None:
+        """The script's tensors are about to be written to."""
+        self._snapshots.fence()
 
     def seal(self, capture: Capture, then: Callable[[str], None]) -> None:
         """Let a snapshot count in memory, where there is a RAM tier; ``then`` gets the error, if

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from mpift.checkpoint.arena import Arena, Contents, blocks_between
 from mpift.checkpoint.blocks import TensorSpec, cut
@@ -24,6 +23,7 @@ from mpift.checkpoint.group import Seat
 from mpift.checkpoint.manifest import order_of
 from mpift.checkpoint.state import Flat, as_bytes, current, flatten
 from mpift.core.saving import Origin
+from mpift.devices import staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,16 @@ class _Piece:
     start: int
     stop: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A snapshot. ``finish`` is None where ``arena`` holds it whole; else it waits for a device, on
+    any thread, and then the arena does."""
+
+    arena: Arena
+    origin: Origin
+    finish: Callable[[], None] | None
 
 
 class Snapshots:
@@ -48,16 +58,15 @@ class Snapshots:
         self._ranges: tuple[tuple[int, int], ...] = ()
         self._layout = ""
         self._size = 0
+        self._staging = staging.Staging()
 
     @property
     def size_bytes(self) -> int:
         """Of this rank's share, after the first snapshot."""
         return self._size
 
-    def take(
-        self, state: Mapping[str, Any], version: int, seat: Seat, slot: int
-    ) -> tuple[Arena, Origin]:
-        """Copy this rank's share of ``state`` into the arena of ``slot``; returns it, whole."""
+    def take(self, state: Mapping[str, Any], version: int, seat: Seat, slot: int) -> Taken:
+        """Copy this rank's share of ``state`` into the arena of ``slot``."""
         flat = flatten(current(state))
         shared = tuple(flat.specs[name] for name in flat.shared_tensors)
         own = tuple(flat.specs[name] for name in flat.own_tensors)
@@ -81,9 +90,16 @@ class Snapshots:
         ).encode()
         arena = self._arena(slot, len(contents))
         arena.begin()
-        self._copy(flat, arena)
-        arena.finish(version, contents)
-        return arena, origin
+        arrive = self._copy(flat, arena)
+        if arrive is None:
+            arena.finish(version, contents)
+            return Taken(arena, origin, None)
+
+        def finish() -> None:
+            arrive()
+            arena.finish(version, contents)
+
+        return Taken(arena, origin, finish)
 
     def _plan(self, shared: Sequence[TensorSpec], own: Sequence[TensorSpec], seat: Seat) -> None:
         sizes = [stop - start for spec in shared for start, stop in spec.blocks()]
@@ -120,18 +136,31 @@ class Snapshots:
             self._arenas[slot] = arena
         return arena
 
-    def _copy(self, flat: Flat, arena: Arena) -> None:
+    def _copy(self, flat: Flat, arena: Arena) -> Callable[[], None] | None:
+        """Copy; what comes from a device is only begun, and what is returned waits for it. A rank's
+        own tensors are few, and may change before the next step: they are waited for here."""
         shared, own = tuple(flat.shared_tensors.values()), tuple(flat.own_tensors.values())
-        for tensors, pieces in ((shared, self._shared), (own, self._own)):
-            current, data = -1, np.empty(0, np.uint8)
+        on_device = []
+        for tensors, pieces, waits in ((shared, self._shared, False), (own, self._own, True)):
+            last, data = -1, np.empty(0, np.uint8)
             for piece in pieces:
-                if piece.tensor != current:
-                    current, data = piece.tensor, _host_bytes(tensors[piece.tensor])
+                tensor = tensors[piece.tensor]
                 target = arena.data[piece.offset : piece.offset + piece.stop - piece.start]
+                if tensor.device.type != "cpu" and not waits:
+                    on_device.append(staging.Piece(tensor, piece.start, piece.stop, target))
+                    continue
+                if piece.tensor != last:
+                    last, data = piece.tensor, as_bytes(tensor)
                 np.copyto(target, data[piece.start : piece.stop])
+        return self._staging.begin(on_device) if on_device else None
+
+    def fence(self) -> None:
+        """Somebody is about to write to the tensors: let the copies be done before."""
+        self._staging.fence()
 
     def close(self, keep: bool) -> None:
         """Give the arenas back; with ``keep`` their files stay."""
+        self._staging.close()
         for slot, arena in enumerate(self._arenas):
             if arena is not None:
                 if not keep:
@@ -159,7 +188,3 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         yield run[0], run[-1] + 1
-
-
-def _host_bytes(tensor: torch.Tensor) -> np.ndarray:
-    return as_bytes(tensor)

@@ -96,7 +96,7 @@ class TorchState:
         restored = checkpoints.restore(state=state)
         for name, value in restored.values.items() if restored is not None else ():
             setattr(self, name, value)
-        checkpoints.follow(self.optimizer, state)
+        checkpoints.follow(self.__dict__["optimizer"], state)
 
     # -- for the script ----------------------------------------------------------------------------
 
