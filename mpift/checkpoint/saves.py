@@ -24,7 +24,7 @@ from mpift.checkpoint.manifest import order_of
 from mpift.checkpoint.part import Part
 from mpift.checkpoint.scribe import Scribe
 from mpift.checkpoint.writing import Order, Summary
-from mpift.core.ballots import Content
+from mpift.core.ballots import Content, majority
 from mpift.core.saving import Origin
 
 _FINISHED_KEPT = 64
@@ -114,7 +114,8 @@ class Saves:
         self._gatherings = Gatherings(group, scribe, root, rules.timeout_seconds, self._tell)
         self._announced: dict[int, tuple[str, str]] = {}  # folder and digest
         self._decided: dict[int, str] = {}  # digests, not published yet as far as is known
-        self._unable: set[int] = set()  # manifests that this rank can't vote for
+        self._unable: dict[int, str] = {}  # why this rank can't vote for a manifest
+        self._objections: dict[int, set[int]] = {}  # as coordinator: who can't
         self._finished: dict[int, bool] = {}  # whether it was committed
         self._attempts = 0
         self._since_full = 0
@@ -123,15 +124,16 @@ class Saves:
 
     # -- for the manager ---------------------------------------------------------------------------
 
-    def captured(self, capture: Capture, part: Part | None = None) -> None:
-        """This rank has taken its snapshot: write it, unless it has been, as ``part``."""
+    def captured(self, capture: Capture, part: Part | None = None, problem: str = "") -> None:
+        """This rank has taken its snapshot: write it, unless it has been, as ``part``, or could not
+        be, for a ``problem``."""
         version = capture.version
         if version in self._finished:  # it came to an end without this rank's
             self._told(Outcome(version, None, skipped=True))
             return
         self._mine[version] = _Mine(capture)
-        if part is not None:
-            self._written(version, capture.share, part, "")
+        if part is not None or problem:
+            self._written(version, capture.share, part, problem)
             return
         full = self._since_full % self._rules.full_every == 0
         self._since_full += 1
@@ -198,14 +200,16 @@ class Saves:
         elif mine.capture is not None and mine.part is not None:
             self._send_part(version, mine.capture.origin, mine.capture.share, mine.part)
         elif mine.capture is not None and mine.refused:
-            self._refuse(version, mine.capture.share, mine.refused)
+            self._refuse(version, mine.capture.share, mine.refused, mine.capture.origin)
 
     def _send_part(self, version: int, origin: Origin, share: int, part: bytes) -> None:
         body = {"version": version, "share": share, "origin": list(origin)}
         self._say("part", body, part)
 
-    def _refuse(self, version: int, share: int, reason: str) -> None:
-        self._say("refused", {"version": version, "share": share, "reason": reason})
+    def _refuse(self, version: int, share: int, reason: str, origin: Origin | None = None) -> None:
+        of = None if origin is None else list(origin)
+        body = {"version": version, "share": share, "reason": reason, "origin": of}
+        self._say("refused", body)
 
     def _say(self, word: str, body: Body, data: bytes = b"") -> None:
         self._group.send(self.number, word, (self._coordinator,), body, data)
@@ -236,11 +240,21 @@ class Saves:
         if version in self._finished:
             return
         if error:
-            self._unable.add(version)
+            self._unable[version] = error
             self._say("problem", {"version": version, "reason": error})
         else:
             self._group.strike(order_of(version)[1], "voting")
             self._group.hold(self.number, version, Content(history, found))
+
+    def _object(self, version: int, member: int, reason: str) -> None:
+        """A rank can't vote. Nobody would propose what too few are left to vote for."""
+        if version in self._finished:
+            return
+        self._told(Outcome(0, None, f"rank {member}: {reason}"))
+        against = self._objections.setdefault(version, set())
+        against.add(member)
+        if self._leads and len(self._view) - len(against) < majority(len(self._view)):
+            self._gatherings.abandon(version, f"too few ranks can read it back: {reason}")
 
     def _publish(self, version: int) -> None:
         def published(summary: Any, error: str) -> None:
@@ -293,7 +307,8 @@ class Saves:
         self._gatherings.forget(version)
         self._announced.pop(version, None)
         self._decided.pop(version, None)
-        self._unable.discard(version)
+        self._unable.pop(version, None)
+        self._objections.pop(version, None)
         if committed:
             self.base = max(version, self.base or 0)
         self._told(outcome)
@@ -314,7 +329,7 @@ class Saves:
                     self._announced[version] = body["folder"], body["digest"]
                     self._check(version, body["folder"], body["digest"], body["history"])
             case "problem":
-                self._told(Outcome(0, None, f"rank {sender}: {body['reason']}"))
+                self._object(version, sender, body["reason"])
             case "published":
                 self._finish(Outcome(version, Summary(*body["summary"])))
             case "abandon":
@@ -344,8 +359,11 @@ class Saves:
     def installed(self, members: tuple[int, ...]) -> None:
         self._view = members
         self._gatherings.install(members)
+        self._objections.clear()
         for version in tuple(self._mine):
             self._offer(version)  # what was on its way to a coordinator is lost
+        for version, reason in self._unable.items():
+            self._say("problem", {"version": version, "reason": reason})
         if self._leads:
             for version in tuple(self._decided):
                 self._publish(version)

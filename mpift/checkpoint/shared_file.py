@@ -33,7 +33,7 @@ from mpift.checkpoint.durable import Disk, temporary
 from mpift.checkpoint.encoding import Bytes
 from mpift.checkpoint.manifest import BlockFile, Stored, order_of
 from mpift.checkpoint.part import Part
-from mpift.checkpoint.writing import _Piece, _pieces
+from mpift.checkpoint.writing import Piece, pieces_of
 from mpift.core.saving import Origin
 from mpift.errors import CheckpointDamagedError, CheckpointError
 
@@ -77,7 +77,9 @@ def write_shared(comm: Any, disk: Disk, root: Path, name: str, arena_path: Path)
     leads = comm.rank == 0
     try:
         _write(comm, unfinished, plan, mine)
-        _here(comm, "syncing it", lambda: _sync(disk, unfinished, leads))
+        _here(comm, "protecting it", lambda: unfinished.chmod(0o444) if leads else None)
+        # On every rank: what another node has in its memory, rank 0 can't sync.
+        _here(comm, "syncing it", lambda: disk.sync(unfinished))
         _here(comm, "naming it", lambda: _name(disk, unfinished, path) if leads else None)
     finally:
         _remove(comm, disk, unfinished)
@@ -155,7 +157,7 @@ class _Mine:
         if contents is None:
             raise CheckpointError(f"the snapshot in {arena_path} is not whole")
         self.contents: Contents = contents
-        self.pieces: list[_Piece] = list(_pieces(contents, arena.data, contents.ranges[:1]))
+        self.pieces: list[Piece] = list(pieces_of(contents, arena.data, contents.ranges[:1]))
         first, last = contents.ranges[0]
         self._shared = last - first
         self._kinds = [(p.spec.dtype, n >= self._shared) for n, p in enumerate(self.pieces)]
@@ -236,12 +238,10 @@ def _require_same(heads: Sequence[_Head]) -> None:
 
 
 def _begin(comm: Any, disk: Disk, path: Path, plan: _Plan) -> tuple[Path, Path, dict[str, int]]:
-    """The file's name to be, its temporary one, under which its datasets are there, and at which
-    byte each of them begins.
+    """The file's name to be, its temporary one, and at which byte of it each dataset begins.
 
-    Rank 0 makes them alone, with HDF5's ordinary driver: errors are plain ones then. MPI opens the
-    file on all ranks at once, and if one can't the others may wait for good: so each has opened it
-    before.
+    Rank 0 makes them alone, with HDF5's ordinary driver: errors are plain ones then. Each rank has
+    opened the file before MPI does: if one can't then, the others may wait for good.
     """
 
     def create() -> tuple[str, str, dict[str, int]]:
@@ -360,13 +360,6 @@ def _write_slice(dataset: Any, plan: _Plan, slice_: _Slice | None) -> None:
 # -- finishing -------------------------------------------------------------------------------------
 
 
-def _sync(disk: Disk, unfinished: Path, leads: bool) -> None:
-    """On every rank: what another node has in its memory, rank 0 can't sync."""
-    if leads:
-        unfinished.chmod(0o444)
-    disk.sync(unfinished)
-
-
 def _name(disk: Disk, unfinished: Path, path: Path) -> None:
     disk.reached("block_file_synced")
     try:
@@ -397,10 +390,7 @@ def _whole(path: Path, plan: _Plan) -> tuple[int, str]:
             found = file[dtype]
             what = (found.shape, found.dtype, found.attrs["torch_dtype"])
             if what != ((elements,), storage_dtype(dtype), dtype):
-                raise CheckpointError(
-                    f"{path} was written, but its dataset {dtype} reads back as {found}, not as"
-                    f" {elements} of {dtype}: the disk or its file system is at fault"
-                )
+                raise CheckpointError(f"{path} has {found} in place of {elements} of {dtype}")
     whole = xxhash.xxh3_128()
     window = np.empty(reading.WINDOW_BYTES, np.uint8)
     with path.open("rb", buffering=0) as opened:

@@ -30,6 +30,7 @@ class Tenancy:
         self._warn = warn
         self.generation = 0
         self.lost = ""  # why this job may not write any more, as far as this rank knows
+        self._claiming = threading.Lock()  # the claim and its number change together
         self.begin_generation()
         self._over = threading.Event()
         threading.Thread(target=self._keep, name="mpift-tenancy", daemon=True).start()
@@ -40,7 +41,9 @@ class Tenancy:
         if self._group.leads:
             try:
                 self._directory.prepare()
-                generation = self._directory.claim(self._group.job)
+                with self._claiming:
+                    generation = self._directory.claim(self._group.job)
+                    self.generation, self.lost = generation, ""
             except (CheckpointError, OSError) as error:
                 problem = str(error)
         told = self._group.gather([generation, problem])
@@ -54,15 +57,24 @@ class Tenancy:
     def _keep(self) -> None:
         while not self._over.wait(_REFRESH_SECONDS):
             if self._group.leads:
-                try:
-                    self._directory.refresh(self._group.job, self.generation)
-                except OSError as error:
-                    self._warn(f"the claim on the directory can't be refreshed: {error}")
-                except CheckpointError as error:  # another job took it for dead
-                    self.lost = str(error)
+                with self._claiming:
+                    self._refresh()
+
+    def _refresh(self) -> None:
+        if self._over.is_set():
+            return
+        try:
+            self._directory.refresh(self._group.job, self.generation)
+        except OSError as error:
+            self._warn(f"the claim on the directory can't be refreshed: {error}")
+        except CheckpointError as error:  # another job took it for dead
+            if not self.lost:
+                self._warn(f"nothing is saved any more: {error}")
+            self.lost = str(error)
 
     def end(self) -> None:
         """Others may have it."""
-        self._over.set()
-        if self._group.leads:
-            self._directory.release(self._group.job)
+        with self._claiming:
+            self._over.set()
+            if self._group.leads:
+                self._directory.release(self._group.job)

@@ -63,7 +63,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """One block in an arena."""
 
     spec: TensorSpec
@@ -98,7 +98,7 @@ class Workshop:
         for what the storage says.
         """
         arena, contents = self._find(order)
-        pieces = list(_pieces(contents, arena.data, contents.ranges[:1]))
+        pieces = list(pieces_of(contents, arena.data, contents.ranges[:1]))
         digests = self._known_digests(contents, pieces)
         base = self._load_base(order)
         old = _Old(base, order) if base is not None else None
@@ -169,7 +169,7 @@ class Workshop:
         rate = len(sample.data) / (time.perf_counter() - start)
         return rate * self._threads > self._storage_rate
 
-    def _known_digests(self, contents: Contents, pieces: Sequence[_Piece]) -> list[str]:
+    def _known_digests(self, contents: Contents, pieces: Sequence[Piece]) -> list[str]:
         version, digests = self._digests
         if version != contents.version:
             return [digest(piece.data, piece.spec.dtype) for piece in pieces]
@@ -178,7 +178,8 @@ class Workshop:
         return [*digests[: last - first], *digests[len(digests) - own :]]
 
     def _load_base(self, order: Order) -> Manifest | None:
-        """The checkpoint to compare with, if it is still there."""
+        """The checkpoint to compare with, if it is still there and can be read: on what is damaged
+        nothing is built."""
         if order.base is None:
             return None
         if self._base is None or self._base[:2] != (order.root, order.base):
@@ -187,7 +188,10 @@ class Workshop:
             found = next((c for c in directory.committed() if c.order == wanted), None)
             if found is None:
                 return None
-            self._base = (order.root, order.base, directory.manifest(found))
+            try:
+                self._base = (order.root, order.base, directory.manifest(found))
+            except CheckpointDamagedError:
+                return None
         return self._base[2]
 
     # -- making a checkpoint of parts --------------------------------------------------------------
@@ -267,7 +271,7 @@ class Workshop:
         contents = arena.contents()
         if contents is None:
             return False
-        pieces = list(_pieces(contents, arena.data, contents.ranges))
+        pieces = list(pieces_of(contents, arena.data, contents.ranges))
         digests = [digest(piece.data, piece.spec.dtype) for piece in pieces]
         offset = arena.path.stat().st_size - arena.capacity
         file = BlockFile(arena.path.name, offset + arena.capacity)
@@ -302,9 +306,9 @@ def _seal_whole(
     return True
 
 
-def _pieces(
+def pieces_of(
     contents: Contents, data: np.ndarray, ranges: Sequence[tuple[int, int]]
-) -> Iterator[_Piece]:
+) -> Iterator[Piece]:
     """The blocks of the shared tensors in ``ranges``, then those of the own tensors."""
     offset = 0
     wanted = {number for first, last in ranges for number in range(first, last)}
@@ -312,13 +316,13 @@ def _pieces(
         spec = contents.shared_specs[tensor]
         start, stop = spec.block(block)
         if number in wanted:
-            yield _Piece(spec, block, spec.name, data[offset : offset + stop - start])
+            yield Piece(spec, block, spec.name, data[offset : offset + stop - start])
         offset += stop - start
     for spec in contents.own_specs:
         for block in range(spec.block_count):
             start, stop = spec.block(block)
             name = f"ranks/{contents.share}/{spec.name}"
-            yield _Piece(spec, block, name, data[offset : offset + stop - start])
+            yield Piece(spec, block, name, data[offset : offset + stop - start])
             offset += stop - start
 
 
@@ -334,7 +338,7 @@ class _Old:
             if file.name not in little and _is_there(order.root, file)
         }
 
-    def same(self, piece: _Piece, found: str) -> Stored | None:
+    def same(self, piece: Piece, found: str) -> Stored | None:
         """Where this block is already, if it is."""
         entry = self._named.get(piece.name)
         if entry is None or _kind(entry.spec) != _kind(piece.spec):
@@ -371,9 +375,10 @@ def _require_part(made: Manifest, part: Part, path: Path) -> None:
     named = made.named()
     shared = [block for spec in part.shared_specs for block in named[spec.name].blocks]
     numbers = (number for first, last in part.ranges for number in range(first, last))
-    mine = [shared[number] for number in numbers]
-    own = [b for s in part.own_specs for b in named[f"ranks/{part.share}/{s.name}"].blocks]
-    if (tuple(mine), tuple(own)) != (part.shared, part.own):
+    there = [shared[number] for number in numbers]
+    there += [b for s in part.own_specs for b in named[f"ranks/{part.share}/{s.name}"].blocks]
+    # Not where they lie: a neighbour may have written the same blocks, when this rank was slow.
+    if [b.digest for b in there] != [b.digest for b in (*part.shared, *part.own)]:
         raise CheckpointError(f"{path} says something else of this rank's blocks than it wrote")
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group, RenderableType
     from rich.table import Table
 
+    from mpift.bench.checkpoint import CheckpointReport
     from mpift.bench.step import StepReport
     from mpift.bench.straggler import StragglerReport
     from mpift.bench.verify import VerifyReport
@@ -99,6 +100,41 @@ def verify(
     _show(console, verify_table(report), report.as_json(), json_file)
 
 
+@app.command()
+def checkpoint(
+    ranks: Annotated[int, typer.Option("-np", "--num-proc", min=1, help="Ranks to start.")] = 2,
+    mib: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="MiB of state on each rank [default: 500; quick: 64]."),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Where to write, in a new folder [default: the working directory]."),
+    ] = None,
+    keep_directory: Annotated[
+        bool, typer.Option("--keep-directory", help="Do not remove that folder afterwards.")
+    ] = False,
+    quick: Annotated[bool, typer.Option(help="Less state and fewer rounds.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Time saving and restoring with mpift, torch.save, torch.distributed.checkpoint and plain
+    files, in alternation on the same ranks, and measure the memory that mpift needs."""
+    from rich.console import Console
+
+    from mpift.bench.checkpoint import make_plan, measure
+
+    _check_writable(json_file)
+    console = Console(stderr=True)
+    with _told(console):
+        plan = make_plan(ranks, mib, directory, keep_directory, quick)
+        about = f"saving and restoring {plan.mib} MiB on each of {ranks} ranks"
+        with console.status(about):
+            report = measure(plan)
+    _show(console, checkpoint_tables(report), report.as_json(), json_file)
+    if keep_directory:
+        console.print(f"kept: {report.folder}", markup=False, highlight=False)
+
+
 def _numbers(text: str | None) -> tuple[float, ...] | None:
     """The numbers of a list with commas; None if there is no list."""
     if text is None:
@@ -135,7 +171,9 @@ def _complain(console: Console, text: str) -> None:
     console.print(f"mpift bench: {text}", style="red", markup=False, highlight=False)
 
 
-def _show(console: Console, shown: Table, figures: dict[str, Any], json_file: Path | None) -> None:
+def _show(
+    console: Console, shown: RenderableType, figures: dict[str, Any], json_file: Path | None
+) -> None:
     """Print the table, and the figures where they are asked for."""
     from rich.console import Console
 
@@ -249,3 +287,46 @@ def verify_table(report: VerifyReport) -> Table:
             f"{cost.ratio:.4f}",
         )
     return result
+
+
+def checkpoint_tables(report: CheckpointReport) -> Group:
+    """The report for people: what everybody took, and how far the targets were met."""
+    from rich.console import Group
+    from rich.table import Table
+
+    from mpift.bench.checkpoint import READS, WRITES
+
+    plan, mib = report.plan, 1 << 20
+    times = Table(
+        title=f"{report.state_bytes / mib:.0f} MiB of state in {report.tensors} tensors on each of"
+        f" {plan.ranks} ranks of {report.threads} thread(s)",
+        caption=f"medians of {plan.rounds} rounds in alternation, of the slowest rank;"
+        f" load average at the start: {report.load_average:.1f}",
+    )
+    times.add_column("what was done")
+    for heading in ("median ms", "quartiles ms", "page cache"):
+        times.add_column(heading, justify="right")
+    for name, words in {**WRITES, **READS}.items():
+        spread = report.seconds[name]
+        quartiles = f"{1e3 * spread.lower:.0f} to {1e3 * spread.upper:.0f}"
+        cache = report.page_cache.get(name, "")
+        times.add_row(words, f"{1e3 * spread.median:.0f}", quartiles, cache)
+    sizes = ", ".join(
+        f"{name.removesuffix('_bytes')} {size / mib:.1f}" for name, size in report.sizes.items()
+    )
+    peak, limit = report.peak_bytes / mib, report.memory_limit_bytes / mib
+    targets = Table(
+        title="targets",
+        caption="training is held by the first save of a manager, which makes the arena:"
+        f" {1e3 * report.first_stall_seconds:.0f} ms\nMiB written: {sizes}"
+        f"\nMiB of memory: at most {peak:.0f}; state and arenas are {limit:.0f}",
+    )
+    targets.add_column("ratio")
+    for heading in ("measured", "wanted", ""):
+        targets.add_column(heading, justify="right")
+    for target in report.targets():
+        wanted = f"{'at most' if target.inclusive else 'below'} {target.bound:g}"
+        met = "met" if target.met else "missed"
+        words = f"{target.above} / {target.below}"
+        targets.add_row(words, f"{target.measured:.2f}", wanted, met)
+    return Group(times, targets)

@@ -38,10 +38,12 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """``member`` was asked for ``share`` and does not hold it, or can't write it."""
+    """``member`` was asked for ``share`` and does not hold it, or can't write it; or its own, of
+    ``origin``."""
 
     member: int
     share: int
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class Gathering:
 
     living: frozenset[int]
     nodes: tuple[tuple[int, str], ...]
+    origins: frozenset[Origin] = frozenset()  # that somebody has a snapshot of
     parts: frozenset[tuple[Origin, int, int]] = frozenset()  # (origin, share, who wrote it)
     asked: frozenset[tuple[int, int]] = frozenset()  # (share, member), not answered yet
     refused: frozenset[tuple[int, int]] = frozenset()  # (share, member)
@@ -126,11 +129,12 @@ class Gathering:
                     return self, ()
                 parts = self.parts | {(origin, share, member)}
                 asked = frozenset(pair for pair in self.asked if pair[0] != share)
-                return replace(self, parts=parts, asked=asked)._advance()
-            case Refused(member, share):
+                return replace(self, parts=parts, asked=asked)._seen(origin)._advance()
+            case Refused(member, share, of):
                 pair = (share, member)
                 refused = self.refused | {pair}
-                return replace(self, asked=self.asked - {pair}, refused=refused)._advance()
+                state = replace(self, asked=self.asked - {pair}, refused=refused)
+                return (state if of is None else state._seen(of))._advance()
             case Skipped(member, reason):
                 told = f"rank {member} took no snapshot: {reason}"
                 return replace(self, over=True), (Abandon(told, skipped=True),)
@@ -146,8 +150,10 @@ class Gathering:
     @property
     def origin(self) -> Origin | None:
         """The origin that most shares are there of."""
-        origins = {origin for origin, *_ in self.parts}
-        return max(origins, key=lambda origin: (len(self._sources(origin)), origin), default=None)
+        return max(self.origins, key=lambda o: (len(self._sources(o)), o), default=None)
+
+    def _seen(self, origin: Origin) -> Gathering:
+        return replace(self, origins=self.origins | {origin})
 
     @property
     def missing(self) -> tuple[int, ...]:

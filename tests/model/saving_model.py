@@ -101,7 +101,10 @@ class Job:
             if share not in state.held or state.failures:
                 spent = state.failures - (share in state.held)
                 after = replace(state, failures=spent, asked=state.asked - {(share, member)})
-                yield f"{member} can't write {share}", self._feed(after, Refused(member, share))
+                yield (
+                    f"{member} can't write {share}",
+                    self._feed(after, Refused(member, share, self._origin(share))),
+                )
 
     def _saying(self, state: Saving) -> Iterable[tuple[str, Saving]]:
         for share, member, origin in sorted(state.written):

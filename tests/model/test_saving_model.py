@@ -12,7 +12,8 @@ from mpift.testing.explorer import explore
 from tests.model.saving_model import Job
 
 WORLDS = {
-    "one node": Job(deaths=1),
+    "one node, a death": Job(deaths=1, failures=0),
+    "one node, a failure to write": Job(deaths=0),
     "two nodes": Job(nodes=("a", "a", "b"), failures=0),
     "each on its own node": Job(nodes=("a", "b", "c"), deaths=1),
     "one of another history": Job(diverged=frozenset({2}), deaths=0, failures=0),
@@ -24,7 +25,7 @@ WORLDS = {
     "world",
     [
         *(pytest.param(world, id=name) for name, world in WORLDS.items()),
-        pytest.param(Job(deaths=2), marks=pytest.mark.long, id="one node, two deaths"),
+        pytest.param(Job(), marks=pytest.mark.long, id="one node, two deaths and a failure"),
     ],
 )
 def test_parts_of_one_snapshot_are_assembled_or_it_is_given_up(
@@ -100,9 +101,9 @@ class TakesRefusalsForParts(Gathering):
     ("machine", "world"),
     [
         (MixesHistories, WORLDS["one of another history"]),
-        (AsksTheDead, WORLDS["one node"]),
+        (AsksTheDead, WORLDS["one node, a death"]),
         (AsksAnybody, WORLDS["two nodes"]),
-        (TakesRefusalsForParts, WORLDS["one node"]),
+        (TakesRefusalsForParts, WORLDS["one node, a failure to write"]),
     ],
 )
 def test_a_machine_that_is_wrong_on_purpose_is_caught(machine: type[Gathering], world: Job) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mpift.checkpoint import CheckpointManager, shared_file
+from mpift.checkpoint.arena import Arena
 from mpift.checkpoint.blocks import storage_dtype
 from mpift.checkpoint.group import Seat
 from mpift.checkpoint.manifest import version_of
@@ -38,8 +39,7 @@ class _Exchange:
 
 def _head(share: int, version: int = 7, **elements: tuple[int, int]) -> _Head:
     """Elements of shared and of own tensors by dtype."""
-    kinds = {(d, own): n for d, both in elements.items() for own, n in enumerate(both) if n}
-    kinds = {(dtype, bool(own)): n for (dtype, own), n in kinds.items()}
+    kinds = {(d, own == 1): n for d, both in elements.items() for own, n in enumerate(both) if n}
     return _Head(version, ORIGIN, share, kinds, dict.fromkeys(elements, share + 1))
 
 
@@ -91,8 +91,8 @@ def test_snapshots_of_different_steps_or_states_are_refused() -> None:
 def test_what_fails_on_another_rank_fails_here_too_with_its_rank_and_reason() -> None:
     comm = _Exchange((None, "no space"), (None, "no space"), (None, "no such file"))
     with pytest.raises(CheckpointError) as raised:
-        _together(comm, "writing", lambda: "well")
-    assert "writing failed on rank 1, 2: no space; on rank 3: no such file" in str(raised.value)
+        _together(comm, "writing it", lambda: "well")
+    assert "writing it failed on rank 1, 2: no space; on rank 3: no such file" in str(raised.value)
 
 
 def test_what_fails_here_is_told_to_the_others_before_it_is_raised() -> None:
@@ -102,7 +102,7 @@ def test_what_fails_here_is_told_to_the_others_before_it_is_raised() -> None:
         raise ValueError
 
     with pytest.raises(CheckpointError, match=r"on rank 0: ValueError\(\)"):
-        _together(comm, "writing", fail)
+        _together(comm, "writing it", fail)
     assert comm.said == [(None, "ValueError()")]
 
 
@@ -113,8 +113,8 @@ def test_a_rank_writes_in_slices_that_stay_within_one_kind_of_blocks(
     model = torch.nn.Linear(1024, 640)  # 2.5 MiB and 2560 bytes
     state = {"model": model, "mine": torch.zeros(300), "more": torch.zeros(3, dtype=torch.int64)}
     snapshots = Snapshots(lambda _: tmp_path / "arena", 1)
-    arena, _ = snapshots.take(state, version_of((1, 7)), Seat(0, (0,), (0,), "history"), 0)
-    mine = _Mine(arena.path)
+    snapshots.take(state, version_of((1, 7)), Seat(0, (0,), (0,), "history"), 0)
+    mine = _Mine(tmp_path / "arena")
     found = [
         (slice_.kind, slice_.place, sum(map(len, slice_.blocks)))
         for slices in mine.slices.values()
@@ -144,8 +144,8 @@ def test_a_rank_writes_in_slices_that_stay_within_one_kind_of_blocks(
 def test_a_snapshot_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     state = {"mine": torch.zeros(3)}
     snapshots = Snapshots(lambda _: tmp_path / "arena", 1)
-    arena, _ = snapshots.take(state, version_of((1, 7)), Seat(0, (0,), (0,), "history"), 0)
-    arena.begin()
+    snapshots.take(state, version_of((1, 7)), Seat(0, (0,), (0,), "history"), 0)
+    Arena.open(tmp_path / "arena").begin()
     with pytest.raises(CheckpointError, match="is not whole"):
-        _Mine(arena.path)
+        _Mine(tmp_path / "arena")
     snapshots.close(keep=False)
