@@ -105,7 +105,12 @@ def write_blocks(
     try:
         spans = _write(unfinished, parts, blocks, threads)
         unfinished.chmod(0o444)
-        disk.sync(unfinished)
+        stored = _stored(f"blocks/{name}", parts, spans, blocks)
+        # What is read is in memory still: so read while the disk is at work.
+        with ThreadPoolExecutor(1, "mpift-sync") as syncing:
+            synced = syncing.submit(disk.sync, unfinished)
+            size, digest = _read_again(unfinished, stored, blocks, threads)
+            synced.result()
         disk.reached("block_file_synced")
         disk.link(unfinished, path)
     except FileExistsError:
@@ -115,12 +120,10 @@ def write_blocks(
         ) from None
     finally:
         disk.unlink(unfinished)
-    stored = _stored(f"blocks/{name}", parts, spans, blocks)
     try:
         disk.sync_folder(path.parent)
         disk.reached("block_file_named")
         _check_datasets(path, parts)
-        size, digest = _read_again(path, stored, blocks, threads)
     except BaseException:
         disk.unlink(path)
         raise
@@ -342,14 +345,20 @@ def _read_again(
     """Compare every block, and give the file's size and digest, in one pass over it."""
     whole = xxhash.xxh3_128()
     with ThreadPoolExecutor(threads, "mpift-check") as pool, path.open("rb", buffering=0) as file:
+        reused = np.empty(max(block.data.nbytes for block in blocks), np.uint8)
 
         def calls() -> Iterator[Callable[[], None]]:
             for index in sorted(range(len(stored)), key=lambda index: stored[index].offset):
                 _take(file, stored[index].offset - file.tell(), whole)
-                data = _take(file, stored[index].stored_bytes, whole)
-                yield functools.partial(
-                    _check_block, path, data, stored[index], blocks[index], index
-                )
+                size, block = stored[index].stored_bytes, blocks[index]
+                # A digest takes no longer than fresh memory for another thread would.
+                encoded = size < block.data.nbytes
+                data = _take(file, size, whole, None if encoded else reused)
+                check = functools.partial(_check_block, path, data, stored[index], block, index)
+                if encoded:
+                    yield check
+                else:
+                    check()
 
         for _ in _in_order(pool, calls(), 2 * threads):
             pass
@@ -358,9 +367,9 @@ def _read_again(
     return size, whole.hexdigest()
 
 
-def _take(file: Any, size_bytes: int, whole: Any) -> Bytes:
-    """The next bytes of a file, fewer where it ends."""
-    data = np.empty(size_bytes, np.uint8)
+def _take(file: Any, size_bytes: int, whole: Any, into: Bytes | None = None) -> Bytes:
+    """The next bytes of a file, fewer where it ends; in new memory, or in ``into``."""
+    data = np.empty(size_bytes, np.uint8) if into is None else into[:size_bytes]
     got = 0
     while count := file.readinto(data[got:].data):
         got += count

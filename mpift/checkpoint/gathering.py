@@ -98,7 +98,10 @@ class Gatherings:
                     self._feed(version, saving.PatienceOver())
             if now > gathered.last + self._timeout_seconds:
                 reason = f"nothing came for {self._timeout_seconds:g} s"
-                self._feed(version, saving.TimeOver(reason))
+                if machine.over:
+                    self.abandon(version, f"{reason} of putting the parts together")
+                else:
+                    self._feed(version, saving.TimeOver(reason))
 
     def _feed(self, version: int, event: saving.Event) -> None:
         gathered = self._gathered[version]

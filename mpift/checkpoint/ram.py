@@ -129,9 +129,12 @@ class RamTier:
         except (OSError, CheckpointDamagedError):
             return None
 
-    def discard(self, slot: int) -> None:
-        """What a slot holds is damaged, or of no use."""
-        (self.slot(slot) / "COMMIT").unlink(missing_ok=True)
+    def discard(self, version: int) -> None:
+        """What the slot of a version holds is damaged; ranks of a node may all say so."""
+        for slot in range(SLOTS):
+            if self.version(slot) == version:
+                (self.slot(slot) / "COMMIT").unlink(missing_ok=True)
+        self._pending = 0
 
     def remove(self) -> None:
         """Give the memory back."""

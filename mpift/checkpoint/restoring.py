@@ -135,7 +135,7 @@ class Restoring:
             except (CheckpointError, OSError) as error:
                 problem = str(error)
             if problem:  # or it would be proposed again
-                self._ram.discard(slot)
+                self._ram.discard(best["version"])
         for told in filter(None, self._group.gather(problem)):
             warnings.warn(f"the newest snapshot in memory is lost: {told}", stacklevel=5)
 
@@ -204,7 +204,7 @@ class Restoring:
         if proposal["memory"]:
             assert self._ram is not None
             warnings.warn(f"the snapshot in memory is damaged: {reason}", stacklevel=4)
-            self._ram.discard(self._ram.newest()[1])
+            self._ram.discard(proposal["version"])
             return
         if wish.step is not None:
             raise CheckpointDamagedError(reason)

@@ -112,11 +112,11 @@ class Saves:
         self._view: tuple[int, ...] = ()
         self._mine: dict[int, _Mine] = {}
         self._gatherings = Gatherings(group, scribe, root, rules.timeout_seconds, self._tell)
-        self._announced: dict[int, tuple[str, str]] = {}  # folder and digest
+        self._announced: dict[int, Body] = {}  # as the coordinator's word "manifest" has it
         self._decided: dict[int, str] = {}  # digests, not published yet as far as is known
         self._unable: dict[int, str] = {}  # why this rank can't vote for a manifest
         self._objections: dict[int, set[int]] = {}  # as coordinator: who can't
-        self._finished: dict[int, bool] = {}  # whether it was committed
+        self._finished: dict[int, Outcome] = {}
         self._attempts = 0
         self._since_full = 0
         self.base: int | None = None  # the newest committed version that is known
@@ -192,9 +192,10 @@ class Saves:
 
     def _offer(self, version: int) -> None:
         """Let the coordinator know what there is of this rank."""
-        mine = self._mine[version]
         if version in self._announced:
+            self._say("announced", self._announced[version])
             return
+        mine = self._mine[version]
         if mine.capture is None and mine.reason:
             self._say("skipped", {"version": version, "reason": mine.reason})
         elif mine.capture is not None and mine.part is not None:
@@ -260,7 +261,7 @@ class Saves:
         def published(summary: Any, error: str) -> None:
             self._group.call(lambda: self._published(version, summary, error))
 
-        folder = self._announced.get(version, ("", ""))[0]
+        folder = self._announced.get(version, {}).get("folder", "")
         self._scribe.request(
             "publish",
             published,
@@ -275,10 +276,18 @@ class Saves:
             self._gatherings.abandon(version, f"agreed on, but it can't be committed: {error}")
             return
         self._group.strike(order_of(version)[1], "published")
-        values = [getattr(summary, name) for name in summary.__slots__]
-        self._tell("published", {"version": version, "summary": values}, None)
+        self._tell_outcome(Outcome(version, summary), None)
         if self._gatherings.idle:
             self._sweep(version)
+
+    def _tell_outcome(self, outcome: Outcome, members: tuple[int, ...] | None) -> None:
+        version, summary = outcome.version, outcome.summary
+        if summary is not None:
+            values = [getattr(summary, name) for name in summary.__slots__]
+            self._tell("published", {"version": version, "summary": values}, members)
+        else:
+            body = {"version": version, "reason": outcome.reason, "skipped": outcome.skipped}
+            self._tell("abandon", body, members)
 
     def _sweep(self, version: int) -> None:
         def swept(_: Any, error: str) -> None:
@@ -300,7 +309,7 @@ class Saves:
         version, committed = outcome.version, outcome.summary is not None
         if version in self._finished:
             return
-        self._finished[version] = committed
+        self._finished[version] = outcome
         for old in sorted(self._finished)[:-_FINISHED_KEPT]:
             del self._finished[old]
         self._mine.pop(version, None)
@@ -318,15 +327,14 @@ class Saves:
     def received(self, word: str, sender: int, body: Body, data: bytes) -> None:
         version = body["version"]
         match word:
-            case "part" | "refused" | "skipped":
-                over = version in self._finished or version in self._announced
-                if self._leads and not over:
-                    self._gatherings.take(version, word, sender, body, data)
+            case "part" | "refused" | "skipped" | "announced":
+                if self._leads:
+                    self._take(version, word, sender, body, data)
             case "write":
                 self._take_over(version, body["share"], body["owner"])
             case "manifest":
-                if version not in self._finished:
-                    self._announced[version] = body["folder"], body["digest"]
+                if version not in self._finished and self._announced.get(version) != body:
+                    self._announced[version] = body
                     self._check(version, body["folder"], body["digest"], body["history"])
             case "problem":
                 self._object(version, sender, body["reason"])
@@ -334,6 +342,20 @@ class Saves:
                 self._finish(Outcome(version, Summary(*body["summary"])))
             case "abandon":
                 self._finish(Outcome(version, None, body["reason"], body["skipped"]))
+
+    def _take(self, version: int, word: str, sender: int, body: Body, data: bytes) -> None:
+        """What a rank has of a version. If the coordinator is further than that, the rank has lost
+        the word of it with a view, and is told again."""
+        if version in self._finished:
+            self._tell_outcome(self._finished[version], (sender,))
+        elif version in self._announced:
+            all_of_them = sender == self._group.member
+            self._tell("manifest", self._announced[version], None if all_of_them else (sender,))
+        elif word == "announced":  # by the coordinator before
+            self._gatherings.forget(version)
+            self._tell("manifest", body, None)
+        else:
+            self._gatherings.take(version, word, sender, body, data)
 
     def _take_over(self, version: int, share: int, owner: int) -> None:
         """Write another rank's share from its arena, if it is on this node and holds it whole."""
@@ -360,8 +382,8 @@ class Saves:
         self._view = members
         self._gatherings.install(members)
         self._objections.clear()
-        for version in tuple(self._mine):
-            self._offer(version)  # what was on its way to a coordinator is lost
+        for version in sorted(self._mine.keys() | self._announced.keys()):
+            self._offer(version)  # what was on its way is lost
         for version, reason in self._unable.items():
             self._say("problem", {"version": version, "reason": reason})
         if self._leads:

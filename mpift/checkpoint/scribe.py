@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ class Scribe:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._waiting: deque[Then] = deque()
+        self._orders: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
 
     @property
     def pid(self) -> int:
@@ -53,14 +55,12 @@ class Scribe:
         """Have a job of ``writing.Workshop`` done."""
         with self._lock:
             try:
-                connection = self._ensure()
+                self._ensure()
                 self._waiting.append(then)
-                connection.send((job, arguments))
+                self._orders.put((job, arguments))
                 return
             except OSError as error:
-                problem = f"the writer process can't be reached: {error}"
-                if self._waiting and self._waiting[-1] is then:
-                    self._waiting.pop()
+                problem = f"the writer process can't be started: {error}"
         then(None, problem)
 
     def do(self, job: str, **arguments: Any) -> Any:
@@ -82,12 +82,10 @@ class Scribe:
     def close(self) -> None:
         """Let it finish what it was given, and end."""
         with self._lock:
-            process, connection = self._process, self._connection
-            self._process = self._connection = None
-        if process is None or connection is None:
+            process, self._process, self._connection = self._process, None, None
+            self._orders.put(None)
+        if process is None:
             return
-        with contextlib.suppress(OSError):
-            socket.socket(fileno=os.dup(connection.fileno())).shutdown(socket.SHUT_WR)
         try:
             process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -96,9 +94,9 @@ class Scribe:
 
     # -- the process -------------------------------------------------------------------------------
 
-    def _ensure(self) -> Connection:
+    def _ensure(self) -> None:
         if self._connection is not None:
-            return self._connection
+            return
         ours, theirs = socket.socketpair()
         with theirs:
             command = [
@@ -113,32 +111,54 @@ class Scribe:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
-        self._connection = Connection(ours.detach())
+        self._connection = connection = Connection(ours.detach())
+        self._waiting, self._orders = deque(), queue.SimpleQueue()
+        speaker = threading.Thread(
+            target=_speak, args=(connection, self._orders), name="mpift-scribe", daemon=True
+        )
+        speaker.start()
         threading.Thread(
             target=self._listen,
-            args=(self._process, self._connection),
+            args=(self._process, connection, speaker, self._waiting, self._orders),
             name="mpift-scribe",
             daemon=True,
         ).start()
-        return self._connection
 
-    def _listen(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
+    def _listen(
+        self,
+        process: subprocess.Popen[bytes],
+        connection: Connection,
+        speaker: threading.Thread,
+        waiting: deque[Then],
+        orders: queue.SimpleQueue[Any],
+    ) -> None:
         while True:
             try:
                 result, error = connection.recv()
             except (EOFError, OSError):
                 break
             with self._lock:
-                then = self._waiting.popleft()
+                then = waiting.popleft()
             then(result, error)
         code = process.wait()
         with self._lock:
             if self._process is process:
                 self._process = self._connection = None
-            left, self._waiting = tuple(self._waiting), deque()
+        orders.put(None)
+        speaker.join()
+        left = tuple(waiting)  # nothing is added any more
         connection.close()
         for then in left:
             then(None, f"the writer process {process.pid} ended ({_in_words(code)})")
+
+
+def _speak(connection: Connection, orders: queue.SimpleQueue[Any]) -> None:
+    """On a thread of its own: a writer that is busy, or stopped, does not read for a while."""
+    with contextlib.suppress(OSError):  # its end is told by who listens
+        while (order := orders.get()) is not None:
+            connection.send(order)
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
 
 
 def _in_words(code: int) -> str:

@@ -44,6 +44,7 @@ class Slots:
         self._news = threading.Condition()
         self._busy: dict[int, int] = {}  # slot of each version that is under way
         self._owners: tuple[int, ...] = ()  # of the last snapshot
+        self._epoch = -1  # of the view at the last look
         self.number = 0
 
     def path(self, member: int, slot: int) -> Path:
@@ -71,6 +72,9 @@ class Slots:
         return slot
 
     def _look(self) -> int | None:
+        if self._ram is not None and self._group.epoch != self._epoch:
+            self._epoch = self._group.epoch
+            self._ram.view_changed()  # also while this rank waits here
         slot = 0 if self._ram is None else self._ram.choose()
         return None if slot in self._busy.values() else slot
 

@@ -44,6 +44,8 @@ def main() -> None:
         try:
             name, arguments = connection.recv()
         except (EOFError, OSError):
+            if orphans:  # the parent is gone, or closes: then it removes them, too
+                workshop.remove_arenas()
             return
         connection.send(_answer(workshop, name, arguments))
 

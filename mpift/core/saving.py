@@ -140,8 +140,8 @@ class Gathering:
                 return replace(self, over=True), (Abandon(told, skipped=True),)
             case Installed(members):
                 living = frozenset(members)
-                asked = frozenset(pair for pair in self.asked if pair[1] in living)
-                return replace(self, living=living, asked=asked)._advance()
+                # Who was asked may not have heard of it, or the answer is lost with the view.
+                return replace(self, living=living, asked=frozenset())._advance()
             case PatienceOver():
                 return replace(self, impatient=True)._advance()
             case TimeOver(reason):
@@ -149,8 +149,14 @@ class Gathering:
 
     @property
     def origin(self) -> Origin | None:
-        """The origin that most shares are there of."""
-        return max(self.origins, key=lambda o: (len(self._sources(o)), o), default=None)
+        """That of the living, who all have one history; else the one that most shares are there
+        of."""
+        return max(self.origins, key=self._precedence, default=None)
+
+    def _precedence(self, origin: Origin) -> tuple[bool, int, Origin]:
+        sources = self._sources(origin)
+        lives = any(origin.owners[share] in self.living for share in sources)
+        return lives, len(sources), origin
 
     def _seen(self, origin: Origin) -> Gathering:
         return replace(self, origins=self.origins | {origin})

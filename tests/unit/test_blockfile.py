@@ -299,13 +299,20 @@ class Flipping(Disk):
 
 @pytest.mark.parametrize("encode", [False, True], ids=["raw", "encoded"])
 def test_a_block_that_reads_back_other_than_written_is_named_and_the_file_removed(
-    root: Path, encode: bool
+    root: Path, encode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = of_every_kind()
     _, stored = blockfile.write_blocks(Disk(), root, "a.h5", written, encode, 1)
-    disk = Flipping(stored[4].offset + 77)
+    disk, write = Flipping(stored[4].offset + 77), blockfile._write
+
+    def write_other_bytes(path: Path, *rest: Any) -> Any:
+        spans = write(path, *rest)
+        disk.sync(path)
+        return spans
+
+    monkeypatch.setattr(blockfile, "_write", write_other_bytes)
     with pytest.raises(CheckpointError, match=r"written block 4, .* damaged in .*b\.h5"):
-        blockfile.write_blocks(disk, root, "b.h5", written, encode, 1)
+        blockfile.write_blocks(Disk(), root, "b.h5", written, encode, 1)
     assert names(root) == ["a.h5"]
 
 
