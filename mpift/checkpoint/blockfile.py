@@ -39,7 +39,8 @@ from mpift.errors import CheckpointDamagedError, CheckpointError
 LIBVER = ("v110", "v110")
 # For datasets, attributes and HDF5's index of the chunks.
 OVERHEAD_BYTES = 1 << 20
-WRITE_BYTES = 32 << 20
+# Longer writes make the kernel look for larger pages, and wait for them: 0.5 s in 250 MB.
+WRITE_BYTES = 1 << 20
 WRITE_BLOCKS = 512  # Linux takes 1024 buffers at once
 BOTH_FILTERS_SKIPPED = 0b11
 

@@ -236,6 +236,8 @@ class Saves:
             version=version,
             part=mine.part if mine is not None else None,
         )
+        if self._leads:  # after it, so that nobody waits for this
+            self._scribe.request("index", lambda *_: None, root=self._root, folder=folder)
 
     def _vote(self, version: int, found: str, history: str, error: str) -> None:
         if version in self._finished:

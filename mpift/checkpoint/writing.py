@@ -21,6 +21,7 @@ from mpift.checkpoint import encoding, index, manifest, retention
 from mpift.checkpoint.arena import Arena, Contents
 from mpift.checkpoint.blockfile import Block, write_blocks
 from mpift.checkpoint.blocks import TensorSpec, digest
+from mpift.checkpoint.comparing import Committed, is_there
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
 from mpift.checkpoint.manifest import BlockFile, CommitRecord, Manifest, Stored
@@ -101,8 +102,11 @@ class Workshop:
         pieces = list(pieces_of(contents, arena.data, contents.ranges[:1]))
         digests = self._known_digests(contents, pieces)
         base = self._load_base(order)
-        old = _Old(base, order) if base is not None else None
-        stored = [old.same(p, d) if old else None for p, d in zip(pieces, digests, strict=True)]
+        old = Committed(base, order.root, order.compact_below) if base is not None else None
+        stored = [
+            old.same(p.name, p.spec, p.index, d) if old else None
+            for p, d in zip(pieces, digests, strict=True)
+        ]
         changed = [number for number, block in enumerate(stored) if block is None]
         files = old.used(stored) if old else []
         blocks = [
@@ -199,7 +203,7 @@ class Workshop:
     def assemble(
         self, root: Path, parts: Sequence[bytes], job_name: str, unix_time: float
     ) -> tuple[str, str]:
-        """Write index and manifest; returns the name of their folder, and the manifest's digest.
+        """Write the manifest; returns the name of its folder, and its digest.
         Nothing of it counts before ``publish``."""
         made = put_together([Part.decode(part) for part in parts], job_name, unix_time)
         _require_files(root, made)
@@ -207,12 +211,18 @@ class Workshop:
         folder = Directory(root, self._disk).free_name(step, generation)
         place = root / "steps" / folder
         self._disk.make_folder(place)
-        index.write_index(self._disk, place / INDEX, made, _UP)
         data = manifest.encode(made)
         publish(self._disk, place / MANIFEST, data)
         self._disk.sync_folder(place.parent)
         self._disk.reached("manifest_written")
         return folder, manifest.manifest_digest(data)
+
+    def index(self, root: Path, folder: str) -> None:
+        """Write the index for readers without mpift, while the ranks vote; ``publish`` does it if
+        nobody has."""
+        place = root / "steps" / folder
+        made = manifest.decode(_read(place / MANIFEST), str(place / MANIFEST))
+        index.write_index(self._disk, place / INDEX, made, _UP)
 
     def check(self, root: Path, folder: str, found: str, version: int, part: bytes | None) -> None:
         """Raises ``CheckpointError`` unless the manifest of ``version`` in ``folder`` has the
@@ -236,6 +246,8 @@ class Workshop:
         if manifest.manifest_digest(data) != found:
             raise CheckpointDamagedError(f"{place / MANIFEST} has changed since it was agreed on")
         made = manifest.decode(data, str(place / MANIFEST))
+        if not (place / INDEX).exists():
+            index.write_index(self._disk, place / INDEX, made, _UP)
         _require_files(root, made)
         order = manifest.order_of(version)
         record = CommitRecord(order[1], order, found).encode()
@@ -326,46 +338,10 @@ def pieces_of(
             offset += stop - start
 
 
-class _Old:
-    """The blocks of a committed checkpoint whose files are there, and worth keeping."""
-
-    def __init__(self, base: Manifest, order: Order) -> None:
-        self._named = base.named()
-        little = retention.files_to_compact([base], order.compact_below)
-        self._files = {
-            file.name: file
-            for file in base.files
-            if file.name not in little and _is_there(order.root, file)
-        }
-
-    def same(self, piece: Piece, found: str) -> Stored | None:
-        """Where this block is already, if it is."""
-        entry = self._named.get(piece.name)
-        if entry is None or _kind(entry.spec) != _kind(piece.spec):
-            return None
-        block = entry.blocks[piece.index]
-        return block if block.digest == found and block.file in self._files else None
-
-    def used(self, blocks: Sequence[Stored | None]) -> list[BlockFile]:
-        names = {block.file for block in blocks if block is not None}
-        return [self._files[name] for name in sorted(names)]
-
-
-def _kind(spec: TensorSpec) -> tuple[str, tuple[int, ...], int]:
-    return spec.dtype, spec.shape, spec.block_bytes
-
-
-def _is_there(root: Path, file: BlockFile) -> bool:
-    try:
-        return (root / file.name).stat().st_size == file.size_bytes
-    except OSError:
-        return False
-
-
 def _require_files(root: Path, made: Manifest) -> None:
     """What a checkpoint refers to may have been removed since."""
     for file in made.files:
-        if not _is_there(root, file):
+        if not is_there(root, file):
             raise CheckpointError(f"{root / file.name} is gone, or has another size than before")
 
 
