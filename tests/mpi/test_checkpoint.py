@@ -59,6 +59,7 @@ def test_training_that_is_resumed_by_as_many_ranks_equals_uninterrupted_bit_for_
     assert again[0]["end"]["shared"] == again[1]["end"]["shared"]
 
 
+@pytest.mark.long
 def test_a_run_that_went_back_saves_the_same_steps_once_more_and_they_are_the_newest(
     whole: dict[int, Any], folder: str
 ) -> None:
@@ -69,7 +70,7 @@ def test_a_run_that_went_back_saves_the_same_steps_once_more_and_they_are_the_ne
         assert result["again"][2] <= 10  # generators are read in any case; the rest is in place
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_any_number_of_ranks_restores_what_two_have_saved_and_trains_on(
     ranks: int, whole: dict[int, Any], folder: str
 ) -> None:

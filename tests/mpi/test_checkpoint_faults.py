@@ -62,11 +62,16 @@ def check_kills(outcome: Outcome, folder: Path, dead: set[int], ranks: int) -> l
     [
         # Another rank of the node writes what the dead one had captured; what it had not captured
         # nobody has.
-        ("kill:0@4:captured,kill:3@8:snapshot", {2, 4, 6, 10, 12}, {8}),
+        pytest.param(
+            "kill:0@4:captured,kill:3@8:snapshot",
+            {2, 4, 6, 10, 12},
+            {8},
+            marks=pytest.mark.long,
+        ),
         ("kill:0@4:snapshot,kill:3@8:captured", {2, 6, 8, 10, 12}, {4}),
         # Training may have gone on by then; what the dead rank took part in is not captured.
         ("kill:0@4:announced,kill:1@8:published", {2, 4, 8, 12}, set()),
-        ("kill:0@4:voting,kill:3@8:voting", {2, 12}, set()),
+        pytest.param("kill:0@4:voting,kill:3@8:voting", {2, 12}, set(), marks=pytest.mark.long),
     ],
 )
 def test_a_death_at_any_point_of_a_save_costs_that_checkpoint_at_most(

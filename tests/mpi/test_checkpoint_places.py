@@ -64,6 +64,7 @@ def test_memory_outlives_a_killed_job_and_is_given_back_after_a_clean_end(
     assert list(ram.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_second_job_is_kept_out_and_a_directory_that_cannot_be_written_is_named(
     tmp_path: Path,
 ) -> None:
