@@ -64,7 +64,7 @@ demo: setup ## Train on 4 ranks, kill one, let one hang, finish, and restore (ab
 	@$(IN_VENV) $(BIN)/mpift run -np 4 --chaos kill:2@50,stop:1@150 --summary out/demo/summary.json \
 		$(BIN)/python examples/digits.py --checkpoints out/demo/checkpoints
 
-test: setup ## Run the tests (about 13 minutes)
+test: setup ## Run the tests (about 16 minutes)
 	@$(IN_VENV) $(BIN)/python -m pytest $(CLUSTERS)
 	@$(IN_VENV) $(BIN)/python -m pytest $(THE_REST)
 

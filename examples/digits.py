@@ -123,8 +123,7 @@ def main() -> None:
         checkpoints.follow(optimizer, state)
 
     for epoch in range(sampler.epoch, arguments.epochs):
-        if epoch != sampler.epoch:  # else it goes on in the middle of a restored one
-            sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)
         for images, labels in hvd.rounds(loader):
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(images), labels)

@@ -72,6 +72,12 @@ def adopt(
     for part in parts:
         part.claim(placing)
     parts = [part for part in parts if part.name in saved and part.is_chosen(saved[part.name])]
+    if state and not parts and not (rng and chosen(RNG)):
+        raise CheckpointError(
+            f"nothing of {', '.join(map(repr, state))} is to be restored: the checkpoint has"
+            f" {', '.join(map(repr, saved))}, and the filter is asked for names such as"
+            " 'model/fc.weight'"
+        )
     for part in parts:
         part.plan(placing, saved[part.name], live.get(part.name), tensors)
     with_rng = rng and RNG in saved and chosen(RNG)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpift.checkpoint.damage import Advance, file_damage
-from mpift.checkpoint.durable import Disk, publish, temporary
+from mpift.checkpoint.durable import Disk, publish, publish_once, temporary
 from mpift.checkpoint.manifest import CommitRecord, Manifest, decode, manifest_digest
 from mpift.checkpoint.occupancy import LEASE_SECONDS, Claims, Live, Readers, names_in
 from mpift.errors import CheckpointDamagedError, CheckpointError
@@ -36,6 +37,7 @@ _MAINTENANCE_POLL_SECONDS = 0.05
 _STEP = re.compile(r"(\d{10,})(?:\.g(\d+))?")
 _BLOCKS = re.compile(r"(\d{10,})-w\d+-e\d+-a\d+-g(\d+)\.h5")
 _PIN = "PIN."
+IDENTITY = "ID"  # a file that tells a directory from a later one of that path
 
 _REMEDIES = {
     errno.EROFS: "the file system is read-only: choose another checkpoint directory",
@@ -249,10 +251,7 @@ class Directory:
     # -- writing -----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the folders, and see that files can be made there.
-
-        Raises ``CheckpointError`` with the path and what to do if not.
-        """
+        """Make the folders, and see that files can be made there; ``CheckpointError`` if not."""
         path = self.root
         try:
             for path in (self.root, self.root / "blocks", self.root / "steps"):
@@ -260,6 +259,9 @@ class Directory:
                 probe = temporary(path / "writable")
                 self.disk.create(probe, b"mpift")
                 self.disk.unlink(probe)
+            if not (self.root / IDENTITY).exists():
+                with contextlib.suppress(FileExistsError):
+                    publish_once(self.disk, self.root / IDENTITY, secrets.token_hex(8).encode())
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror}: choose another directory")
             raise CheckpointError(f"checkpoints can't be written to {path}: {remedy}") from None

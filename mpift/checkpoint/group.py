@@ -25,7 +25,8 @@ from mpift import memory
 from mpift.config import Config
 from mpift.core import events, history
 from mpift.core.ballots import Content
-from mpift.errors import CheckpointError, ExitCode
+from mpift.errors import CheckpointError, ExitCode, MpiftError
+from mpift.transport import exits
 
 # A piece of JSON that goes with a message's bytes.
 Body = dict[str, Any]
@@ -110,6 +111,9 @@ class Group(Protocol):
     def hold(self, number: int, version: int, content: Content) -> None:
         """Vote for ``content`` as ``version``."""
 
+    def settle(self) -> None:
+        """Bring all ranks to the same round; all call it."""
+
     def gather(self, value: Any) -> list[Any]:
         """What all ranks say (plain values), in rank order; all ranks call it. Ranks that die
         meanwhile are left out."""
@@ -178,6 +182,9 @@ class SoloGroup:
     def hold(self, number: int, version: int, content: Content) -> None:
         self.call(lambda: self._members[number].decided(version, content))
 
+    def settle(self) -> None:
+        pass
+
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
@@ -190,6 +197,8 @@ class SoloGroup:
     def emit(self, kind: Callable[..., events.Event], *values: Any) -> None:
         """Nobody listens, but what the user must hear."""
         event = kind(time.time(), 0, *values)
+        if isinstance(event, events.CheckpointSkipped):
+            warnings.warn(f"checkpoint of step {event.step} skipped: {event.reason}", stacklevel=2)
         if isinstance(event, events.CheckpointQuarantined):
             words = f"checkpoint {event.name} is damaged and was moved to {event.place}"
             warnings.warn(f"{words}: {event.reason}", stacklevel=2)
@@ -198,7 +207,7 @@ class SoloGroup:
         return None
 
     def fail_at_exit(self) -> None:
-        os._exit(ExitCode.CHECKPOINT_DAMAGED)
+        exits.leave_after_exit_handlers(ExitCode.CHECKPOINT_DAMAGED)
 
 
 _make: Callable[[], Group] | None = None
@@ -221,9 +230,15 @@ def opened(manager: Manager) -> None:
 
 
 def close_managers() -> None:
-    """Close them all; those that are closed stay so."""
+    """Close them all; those that are closed stay so. The first error is raised when all are."""
+    errors: list[Exception] = []
     for manager in tuple(_managers):
-        manager.close()
+        try:
+            manager.close()
+        except MpiftError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def provide(make: Callable[[], Group] | None) -> None:

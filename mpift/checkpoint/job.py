@@ -38,6 +38,9 @@ class Rounds(Protocol):
     def history(self) -> str:
         """Of the rounds applied."""
 
+    def settle(self) -> None:
+        """Complete and apply all rounds that any rank has something in; all ranks call this."""
+
 
 class Host(Protocol):
     """What the runtime lends. ``view`` is that which the script sees, ``round_view`` the one that
@@ -93,6 +96,9 @@ class JobGroup:
         self._post = host.post
         self.call = host.post.call
         host.post.parcels.register(Kind.CHECKPOINT, self._take)
+
+    def settle(self) -> None:
+        self._host.gradients.settle()
 
     def fail_at_exit(self) -> None:
         self._host.exits.fail(ExitCode.CHECKPOINT_DAMAGED, "the last checkpoint was not saved")

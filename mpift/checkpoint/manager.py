@@ -12,7 +12,6 @@ import functools
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from mpift.checkpoint import group as groups
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.following import follow
 from mpift.checkpoint.manifest import order_of, version_of
+from mpift.checkpoint.news import News
 from mpift.checkpoint.ram import RamTier
 from mpift.checkpoint.restoring import Restored, Restoring, Wish
 from mpift.checkpoint.saves import Capture, Outcome, Rules, Saves
@@ -86,20 +86,18 @@ class CheckpointManager:
         if layout == "shared":
             self._together = Together(group, self._files.disk, self.directory)
         self._ram_every = ram_every
-        self._ram = None
-        if ram_every:
-            self._ram = RamTier(self.directory, Path(ram_directory) if ram_directory else None)
-            self._ram.prepare()
-        self._news = threading.Lock()
-        self._problems: list[str] = []  # not told to the script yet
-        self._failed = ""  # why the last save failed, until one succeeds
+        self._news = News(group, self.directory)
         self._last = 0  # the newest version that this rank was asked to save
-        self._committed = 0  # the newest version known to be committed
         # Steps of a followed optimizer, and those that were made before its first.
         self._count: Callable[[], int] = lambda: 0
         self._offset, self._closed = 0, False
         self._patience_seconds = timeout_seconds  # at the end
-        self._tenancy = Tenancy(group, self._files, self._warn)
+        self._pid = os.getpid()
+        self._tenancy = Tenancy(group, self._files, self._news.warn)
+        self._ram = None
+        if ram_every:
+            self._ram = RamTier(self.directory, Path(ram_directory) if ram_directory else None)
+            self._ram.prepare()
         # Ranks of a node share its cores.
         threads = max(1, (os.cpu_count() or 1) // len(group.seat(whole=False).neighbours))
         self._scribe = Scribe(threads, orphans=group.alone and self._ram is None)
@@ -136,39 +134,52 @@ class CheckpointManager:
         Raises ``StaleVersionError`` if this or a newer step was saved since the last restore,
         ``CheckpointError`` for a state that can't be saved and, with ``wait``, if saving fails.
         """
-        self._surface()
+        _check_arguments(step, state)
+        self._news.surface()
         begun = self._snapshot(step, state, persist=True)
         if wait and begun and self.wait() and self.committed_step != step:
-            raise CheckpointError(f"step {step} was not saved: {self._failed or 'given up'}")
+            raise CheckpointError(f"step {step} was not saved: {self._news.failure or 'given up'}")
         return begun
 
     @property
     def committed_step(self) -> int | None:
         """The newest step that is known to be committed, or was restored from storage."""
-        return order_of(self._committed)[1] if self._committed else None
+        return order_of(self._news.committed)[1] if self._news.committed else None
 
     def _snapshot(self, step: int, state: Mapping[str, Any], persist: bool) -> bool:
         version = version_of((self._tenancy.generation, step))
         if version <= self._last:
             raise StaleVersionError(
-                f"step {step} can't be saved after step {order_of(self._last)[1]}: steps grow, but"
-                " after a restore of an older one"
+                f"step {step} can't be saved: step {order_of(self._last)[1]} was saved, skipped or"
+                " refused before; give a later one, or restore an older one first"
             )
-        self._last = version
         self._group.strike(step, "snapshot")
         seat = self._group.seat(whole=self._ram is not None)
         slot = None if self._tenancy.lost else self._slots.find(seat, self._waits)
         if self._together is not None and not self._together.ready(slot is not None):
             slot = None
         if slot is None:
+            self._last = version
             self._slots.skip(version)
             if persist:
-                self._failed = self._tenancy.lost or self._failed
-                busy = "the checkpoint before it is still being written"
+                self._news.failure = self._tenancy.lost or self._news.failure
+                busy = (
+                    "the checkpoint before it is still being written (save less often, or with"
+                    ' when_busy="wait")'
+                )
+                self._news.skipped = version
                 self._skip(version, self._tenancy.lost or busy)
             return False
         whole = functools.partial(self._captured, persist=persist)
-        self._slots.take(slot, state, version, seat, whole)
+        try:
+            self._slots.take(slot, state, version, seat, whole)
+        except CheckpointError:
+            raise  # what the script gave
+        except (MpiftError, OSError) as error:  # there is no memory for it: training goes on
+            self._news.fail(version, str(error))
+            return False
+        finally:
+            self._last = version
         return True
 
     def _skip(self, version: int, reason: str) -> None:
@@ -185,7 +196,7 @@ class CheckpointManager:
 
         def sealed(error: str) -> None:
             if error:
-                self._warn(f"step {step} is not kept in memory: {error}")
+                self._news.warn(f"step {step} is not kept in memory: {error}")
             if persist:
                 self._group.call(lambda: self._saves.captured(capture, part, problem))
             else:
@@ -198,46 +209,10 @@ class CheckpointManager:
         returns whether they have."""
         return self._slots.wait(timeout)
 
-    # -- what becomes of them ----------------------------------------------------------------------
-
-    def _warn(self, problem: str) -> None:
-        with self._news:
-            self._problems.append(problem)
-
     def _told(self, outcome: Outcome) -> None:
         """On the group's thread."""
-        if outcome.summary is not None:
-            self._committed, self._failed = max(self._committed, outcome.version), ""
-        elif not outcome.version:
-            self._warn(outcome.reason)
-        elif not outcome.skipped:
-            self._warn(f"step {outcome.step} was not saved: {outcome.reason}")
-            self._failed = outcome.reason
-        if self._group.leads and outcome.version and (outcome.summary or outcome.reason):
-            self._report(outcome)
+        self._news.told(outcome)
         self._slots.free(outcome.version)
-
-    def _report(self, outcome: Outcome) -> None:
-        summary = outcome.summary
-        if summary is None:
-            failed = events.CheckpointSkipped if outcome.skipped else events.CheckpointFailed
-            self._group.emit(failed, outcome.step, outcome.reason)
-            return
-        self._group.emit(
-            events.CheckpointSaved,
-            outcome.step,
-            summary.blocks,
-            summary.new_blocks,
-            summary.state_bytes,
-            summary.new_bytes,
-        )
-
-    def _surface(self) -> None:
-        """What went wrong in the background is told where the script can see it."""
-        with self._news:
-            problems, self._problems = self._problems, []
-        for problem in problems:
-            warnings.warn(f"checkpoint in {self.directory}: {problem}", stacklevel=3)
 
     # -- following an optimizer --------------------------------------------------------------------
 
@@ -254,7 +229,7 @@ class CheckpointManager:
             step = self._offset + applied
             persist = self.due(step)
             if persist or (self._ram_every and step % self._ram_every == 0):
-                self._surface()
+                self._news.surface()
                 self._snapshot(step, state, persist)
 
         self._count = follow(optimizer, stepped)
@@ -278,17 +253,18 @@ class CheckpointManager:
         taken. Raises ``CheckpointError`` on all ranks if one can't restore it; the state may be a
         mixture then and must not be trained on.
         """
+        self._group.settle()
         restored = self._read(step, state, only, strict, rng)
         if restored is None:
             return None
         version = restored.version
-        if version != self._last:
+        if any(self._group.gather(version != self._last)):
             self._tenancy.begin_generation()
             self._last = 0
         self._offset = restored.step - self._count()
         if restored.source == "storage":
             self._group.call(lambda: self._saves.restored(version))
-            self._committed = version
+            self._news.committed = version
         if self._group.leads:
             self._group.emit(
                 events.CheckpointRestored,
@@ -319,6 +295,7 @@ class CheckpointManager:
         strict: bool,
         rng: bool,
     ) -> Restored | None:
+        _check_arguments(step, state)
         self.wait()
         self._slots.fence()
         seat = self._group.seat(whole=self._ram is not None)
@@ -332,6 +309,7 @@ class CheckpointManager:
     def pin(self, step: int, name: str = "pinned") -> None:
         """Keep this checkpoint for good: under a ``name`` such as "best", which is taken from the
         one that had it. Any rank may call it. Raises ``CheckpointError`` if there is none."""
+        self.wait()  # it may be the one that is being written
         self._files.pin(step, name)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -341,19 +319,27 @@ class CheckpointManager:
 
         Raises ``CheckpointError`` if the last save has failed: what was trained since is not saved.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child has nothing to give back
             return
-        self._closed = True
         if not self.wait(self._patience_seconds):
-            self._failed = f"it is not through after {self._patience_seconds:g} s"
+            limit = f"{self._patience_seconds:g} s"
+            self._news.fail(self._last, f"it is not through after {limit}")
+        self._closed = True
         self._group.call(lambda: self._group.close(self._saves))
         self._scribe.close()
         # What only memory has is left there for the next job.
-        self._slots.close(keep=self._ram is not None and self._ram.newest()[0] > self._committed)
+        newest = self._ram.newest()[0] if self._ram is not None else 0
+        self._slots.close(keep=newest > self._news.committed)
         self._tenancy.end()
-        self._surface()
-        if self._failed:
-            raise CheckpointError(f"the last save to {self.directory} failed: {self._failed}")
+        if self._news.skipped > self._news.committed:
+            step = order_of(self._news.skipped)[1]
+            self._news.warn(f"the last save, of step {step}, was skipped")
+        try:
+            self._news.surface()
+        finally:  # also where warnings are errors
+            why = self._news.failure or self._tenancy.lost
+            if why:
+                raise CheckpointError(f"the last save to {self.directory} failed: {why}")
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -377,12 +363,23 @@ def _check(every: int | None, when_busy: str, layout: str) -> None:
         raise ValueError(f'layout must be "blocks" or "shared", not {layout!r}')
 
 
+def _check_arguments(step: object, state: object) -> None:
+    """Raises ``TypeError``: the two are easily confused."""
+    if step is not None and not isinstance(step, int):
+        raise TypeError(f"the step must be a whole number, not a {type(step).__name__}")
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(
+            "the state must be a dictionary of names to objects, such as"
+            f' {{"model": model, "optimizer": optimizer}}, not a {type(state).__name__}'
+        )
+
+
 def _close_at_exit(reference: weakref.ref[CheckpointManager]) -> None:
     manager = reference()
-    if manager is None or manager._closed:
+    if manager is None or manager._closed or os.getpid() != manager._pid:
         return
     try:
         manager.close()
-    except CheckpointError as error:
+    except Exception as error:  # noqa: BLE001, whatever it is, something was not saved
         print(f"mpift: {error}", file=sys.stderr, flush=True)
         manager._group.fail_at_exit()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mpift import memory
 from mpift.checkpoint import manifest
+from mpift.checkpoint.directory import IDENTITY
 from mpift.checkpoint.manifest import CommitRecord, Manifest
 from mpift.errors import CheckpointDamagedError, CheckpointError
 
@@ -35,7 +36,11 @@ class RamTier:
 
     def __init__(self, root: Path, folder: Path | None = None) -> None:
         parent = folder or memory.default_folder()
-        key = hashlib.sha256(f"{root.resolve()}\0{os.geteuid()}".encode()).hexdigest()[:16]
+        identity = ""  # a directory that was removed and made anew is another one
+        with contextlib.suppress(OSError):
+            identity = (root / IDENTITY).read_text(encoding="utf-8")
+        text = f"{root.resolve()}\0{identity}\0{os.geteuid()}"
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._root = root
         self.folder = parent / f"{memory.PREFIX}ram-{key}"
         self._pending = 0  # version of this rank's last snapshot, as long as it may become whole

@@ -88,10 +88,18 @@ class Slots:
     ) -> None:
         """Copy this rank's share of ``state`` into ``slot``, then call ``whole``: at once, or on
         another thread once a device has copied its part."""
-        if self._ram is not None:
-            members = tuple(seat.owners[share] for share in seat.neighbours)
-            self._ram.begin(slot, version, self._group.member, members)
-        taken = self._snapshots.take(state, version, seat, slot)
+
+        def begin() -> None:
+            if self._ram is not None:
+                members = tuple(seat.owners[share] for share in seat.neighbours)
+                self._ram.begin(slot, version, self._group.member, members)
+
+        try:
+            taken = self._snapshots.take(state, version, seat, slot, begin)
+        except BaseException as error:
+            self.skip(version)  # nobody is to wait for this rank's
+            self._failed(version, f"it could not be taken: {error}")
+            raise
         with self._news:
             self._busy[version] = slot
         capture = Capture(version, taken.arena.path, taken.origin, seat.share)

@@ -65,8 +65,16 @@ class Snapshots:
         """Of this rank's share, after the first snapshot."""
         return self._size
 
-    def take(self, state: Mapping[str, Any], version: int, seat: Seat, slot: int) -> Taken:
-        """Copy this rank's share of ``state`` into the arena of ``slot``."""
+    def take(
+        self,
+        state: Mapping[str, Any],
+        version: int,
+        seat: Seat,
+        slot: int,
+        begin: Callable[[], None] = lambda: None,
+    ) -> Taken:
+        """Copy this rank's share of ``state`` into the arena of ``slot``; ``begin`` is called
+        before anything in it is touched."""
         flat = flatten(current(state))
         shared = tuple(flat.specs[name] for name in flat.shared_tensors)
         own = tuple(flat.specs[name] for name in flat.own_tensors)
@@ -88,6 +96,7 @@ class Snapshots:
             flat.own,
             local if seat.whole else (0, 0),
         ).encode()
+        begin()
         arena = self._arena(slot, len(contents))
         arena.begin()
         arrive = self._copy(flat, arena)
@@ -129,7 +138,7 @@ class Snapshots:
         ):
             arena.unlink()
             arena.close()
-            arena = None
+            self._arenas[slot] = arena = None  # also if there is no room for the next
         if arena is None:
             # Twice: numbers in the trees get longer.
             arena = Arena.create(self._make_path(slot), self._size, 2 * contents_bytes)

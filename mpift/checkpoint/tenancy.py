@@ -7,7 +7,9 @@ block files are never overwritten and that a newer generation wins.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 
 from mpift.checkpoint.directory import Directory
@@ -15,6 +17,7 @@ from mpift.checkpoint.group import Group
 from mpift.errors import CheckpointError
 
 _REFRESH_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
 
 
 class Tenancy:
@@ -37,28 +40,38 @@ class Tenancy:
 
     def begin_generation(self) -> None:
         """What is saved from now on is newer than all there is; all ranks call this."""
-        generation, problem = 0, ""
-        if self._group.leads:
-            try:
-                self._directory.prepare()
-                with self._claiming:
-                    generation = self._directory.claim(self._group.job)
-                    self.generation, self.lost = generation, ""
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-        told = self._group.gather([generation, problem])
-        problem = next((row[1] for row in told if row[1]), "")
-        self.generation = max(int(row[0]) for row in told)
-        if problem or not self.generation:
-            raise CheckpointError(
-                problem or "the rank that opened the checkpoint directory is lost"
-            )
+        while True:
+            generation, problem = self._claim() if self._group.leads else (0, "")
+            told = self._group.gather([generation, problem])
+            problem = next((row[1] for row in told if row[1]), "")
+            generation = max(int(row[0]) for row in told)
+            if problem:
+                raise CheckpointError(problem)
+            if generation:  # else the rank that claimed it is lost: the next one does
+                self.generation = generation
+                return
+
+    def _claim(self) -> tuple[int, str]:
+        """The new generation, or why there is none."""
+        try:
+            self._directory.prepare()
+            with self._claiming:
+                generation = self._directory.claim(self._group.job)
+                self.generation, self.lost = generation, ""
+        except (CheckpointError, OSError) as error:
+            return 0, str(error)
+        return generation, ""
 
     def _keep(self) -> None:
-        while not self._over.wait(_REFRESH_SECONDS):
-            if self._group.leads:
+        refreshed, led = time.monotonic(), self._group.leads
+        while not self._over.wait(_LOOK_SECONDS):
+            # At once when another rank has claimed it, which is lost: others would think so too.
+            leads, due = self._group.leads, time.monotonic() >= refreshed + _REFRESH_SECONDS
+            if leads and (due or not led):
+                refreshed = time.monotonic()
                 with self._claiming:
                     self._refresh()
+            led = leads
 
     def _refresh(self) -> None:
         if self._over.is_set():
@@ -77,4 +90,5 @@ class Tenancy:
         with self._claiming:
             self._over.set()
             if self._group.leads:
-                self._directory.release(self._group.job)
+                with contextlib.suppress(OSError):  # whoever comes sees that nobody is there
+                    self._directory.release(self._group.job)

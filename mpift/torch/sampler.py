@@ -43,10 +43,15 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         self.prefetch = prefetch
         self._runtime = runtime.current()
+        self._resumed = False
         self._begin(self._order())
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``: all samples, in an order that depends on seed and epoch."""
+        """Begin ``epoch``: all samples, in an order that depends on seed and epoch. Right after a
+        ``load_state_dict`` that was in the middle of this very epoch, go on in it."""
+        resumed, self._resumed = self._resumed, False
+        if resumed and epoch == self.epoch:
+            return
         self.epoch = epoch
         self._begin(self._order())
 
@@ -141,3 +146,4 @@ class ElasticSampler(Sampler[int]):
         """Go on from a ``state_dict``, with the ranks there are now."""
         self.epoch, self.seed = state["epoch"], state["seed"]
         self._begin(list(state["unfinished"]) or self._order())
+        self._resumed = bool(state["unfinished"])

@@ -76,7 +76,7 @@ def require_failed(checkpoints: CheckpointManager, training: Training, word: str
         assert checkpoints.committed_step == before
     assert warnings == []
     with told() as warnings:
-        checkpoints._surface()
+        checkpoints._news.surface()
     (warning,) = warnings
     assert f"step {failed} was not saved" in warning
     assert word in warning
@@ -99,7 +99,7 @@ def test_whichever_sync_fails_only_that_checkpoint_is_lost(
             with told() as warnings:
                 assert checkpoints.save(training.advance(), training.state)
                 assert checkpoints.wait(LIMIT_SECONDS)
-                checkpoints._surface()
+                checkpoints._news.surface()
             if not warnings:  # the index, which is made once more before the commit
                 healed += 1
                 assert checkpoints.committed_step == training.step

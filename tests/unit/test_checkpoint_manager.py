@@ -38,7 +38,7 @@ def make(directory: Path) -> Iterator[Make]:
         if each._scribe.pid:
             os.kill(each._scribe.pid, signal.SIGCONT)
         with each:  # an error of the test's is told by the test
-            each._failed = ""
+            each._news.failure = ""
 
 
 class Training:
@@ -159,7 +159,7 @@ def test_steps_grow_except_after_a_restore_of_an_older_one(make: Make) -> None:
         training.step()
         manager.save(step, training.state, wait=True)
     for step in (4, 3):
-        with pytest.raises(StaleVersionError, match=f"step {step} can't be saved after step 4"):
+        with pytest.raises(StaleVersionError, match=f"step {step} can't be saved: step 4 was saved"):
             manager.save(step, training.state)
     manager.restore(2, training.state)
     assert manager.save(3, training.state, wait=True)

@@ -300,7 +300,11 @@ def test_preparing_makes_the_folders_and_leaves_nothing_else(tmp_path: Path) -> 
     root = tmp_path / "deep" / "down"
     Directory(root).prepare()
     Directory(root).prepare()
-    assert sorted(p.relative_to(root).as_posix() for p in root.rglob("*")) == ["blocks", "steps"]
+    assert sorted(p.relative_to(root).as_posix() for p in root.rglob("*")) == [
+        "ID",
+        "blocks",
+        "steps",
+    ]
 
 
 # -- who is there ----------------------------------------------------------------------------------
