@@ -70,7 +70,12 @@ def check_kills(outcome: Outcome, folder: Path, dead: set[int], ranks: int) -> l
         ),
         ("kill:0@4:snapshot,kill:3@8:captured", {2, 6, 8, 10, 12}, {4}),
         # Training may have gone on by then; what the dead rank took part in is not captured.
-        ("kill:0@4:announced,kill:1@8:published", {2, 4, 8, 12}, set()),
+        pytest.param(
+            "kill:0@4:announced,kill:1@8:published",
+            {2, 4, 8, 12},
+            set(),
+            marks=pytest.mark.long,
+        ),
         pytest.param("kill:0@4:voting,kill:3@8:voting", {2, 12}, set(), marks=pytest.mark.long),
     ],
 )
@@ -117,6 +122,7 @@ def test_a_killed_or_stopped_writer_costs_no_checkpoint(tmp_path: Path) -> None:
         assert result["steps"] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 def test_a_late_rank_saves_the_same_steps_as_the_others(tmp_path: Path) -> None:
     steps, every = 24, 4
     outcome = run_ranks(

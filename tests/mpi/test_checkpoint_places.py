@@ -34,6 +34,7 @@ def ram() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_memory_outlives_a_killed_job_and_is_given_back_after_a_clean_end(
     tmp_path: Path, ram: Path
 ) -> None:
