@@ -21,10 +21,10 @@ WORLDS: list[dict[str, Any]] = [
     {"loops": (1, 1), "deaths": 1},
     {"loops": (2, 1)},
     {"loops": (2, 2), "deaths": 1, "buckets": 2, "prompt": True, "max_lag": 1},
-    {"loops": (1, 1, 1), "prompt": True, "operation": False},
     {"loops": (1, 1, 1), "prompt": True, "operation": False, "quorum": "all"},
 ]
 LONG_WORLDS: list[dict[str, Any]] = [
+    {"loops": (1, 1, 1), "prompt": True, "operation": False},
     {"loops": (1, 1, 1)},
     {"loops": (2, 1, 1)},
     {"loops": (3, 1, 1), "prompt": True},
