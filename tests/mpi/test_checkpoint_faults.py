@@ -114,6 +114,7 @@ def test_blocks_of_a_round_that_was_done_anew_never_mix_with_those_of_the_first_
     assert {1, 2, 3, 4, 7, 8, 9, 12} <= set(committed), str(outcome)
 
 
+@pytest.mark.long
 def test_a_killed_or_stopped_writer_costs_no_checkpoint(tmp_path: Path) -> None:
     outcome = run_ranks(3, scenarios.writers_fail, str(tmp_path), timeout_seconds=LIMIT_SECONDS)
     assert sorted(outcome.results) == [0, 1, 2], str(outcome)
