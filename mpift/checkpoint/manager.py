@@ -30,7 +30,6 @@ from mpift.checkpoint.scribe import Scribe
 from mpift.checkpoint.slots import Slots
 from mpift.checkpoint.state import current
 from mpift.checkpoint.tenancy import Tenancy
-from mpift.checkpoint.together import Together
 from mpift.core import events
 from mpift.errors import CheckpointError, MpiftError, StaleVersionError
 
@@ -84,6 +83,8 @@ class CheckpointManager:
         self._files = Directory(self.directory)
         self._together = None
         if layout == "shared":
+            from mpift.checkpoint.together import Together  # loads HDF5
+
             self._together = Together(group, self._files.disk, self.directory)
         self._ram_every = ram_every
         self._news = News(group, self.directory)

@@ -17,7 +17,6 @@ from typing import Any
 
 from mpift.checkpoint.adopt import Adopted, adopt, load
 from mpift.checkpoint.directory import Committed, Directory
-from mpift.checkpoint.flat_copy import copy_whole
 from mpift.checkpoint.group import Group, Seat
 from mpift.checkpoint.manifest import Manifest, version_of
 from mpift.checkpoint.occupancy import names_in
@@ -129,6 +128,9 @@ class Restoring:
         problem = ""
         if best["member"] == self._group.member:
             assert self._ram is not None
+            # Here alone a training process needs HDF5.
+            from mpift.checkpoint.flat_copy import copy_whole
+
             try:
                 found = self._ram.manifest(slot)
                 copy_whole(self._ram.slot(slot), found, self._directory, os.getpid())

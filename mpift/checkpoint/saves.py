@@ -21,9 +21,9 @@ from mpift.checkpoint.directory import block_name
 from mpift.checkpoint.gathering import Gatherings
 from mpift.checkpoint.group import Body, Group
 from mpift.checkpoint.manifest import order_of
+from mpift.checkpoint.orders import Order, Summary
 from mpift.checkpoint.part import Part
 from mpift.checkpoint.scribe import Scribe
-from mpift.checkpoint.writing import Order, Summary
 from mpift.core.ballots import Content, majority
 from mpift.core.saving import Origin
 

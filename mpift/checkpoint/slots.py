@@ -43,8 +43,7 @@ class Slots:
         self._snapshots = Snapshots(lambda slot: self.path(group.member, slot), self._count)
         self._news = threading.Condition()
         self._busy: dict[int, int] = {}  # slot of each version that is under way
-        self._owners: tuple[int, ...] = ()  # of the last snapshot
-        self._epoch = -1  # of the view at the last look
+        self._views: tuple[int, tuple[int, ...]] = (-1, ())  # at the last look
         self.number = 0
 
     def path(self, member: int, slot: int) -> Path:
@@ -60,21 +59,20 @@ class Slots:
     def find(self, seat: Seat, wait: bool) -> int | None:
         """A slot that may be overwritten; None if there is none, and with ``wait`` once there is
         one."""
-        if self._ram is not None and seat.owners != self._owners:
-            self._ram.view_changed()
-        self._owners = seat.owners
         with self._news:
-            slot = self._look()
+            slot = self._look(seat)
             if slot is None and wait:
                 with self._group.waiting():
-                    while (slot := self._look()) is None:
+                    while (slot := self._look(seat)) is None:
                         self._news.wait(_LOOK_SECONDS)  # other ranks' progress is in files
         return slot
 
-    def _look(self) -> int | None:
-        if self._ram is not None and self._group.epoch != self._epoch:
-            self._epoch = self._group.epoch
-            self._ram.view_changed()  # also while this rank waits here
+    def _look(self, seat: Seat) -> int | None:
+        # The script may see a view later than the group's thread; and it may come while this waits.
+        views = self._group.epoch, seat.owners
+        if self._ram is not None and views != self._views:
+            self._ram.view_changed()
+        self._views = views
         slot = 0 if self._ram is None else self._ram.choose()
         return None if slot in self._busy.values() else slot
 

@@ -25,6 +25,7 @@ from mpift.checkpoint.comparing import Committed, is_there
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
 from mpift.checkpoint.manifest import BlockFile, CommitRecord, Manifest, Stored
+from mpift.checkpoint.orders import Order, Summary
 from mpift.checkpoint.part import Part, put_together
 from mpift.checkpoint.ram import part_path
 from mpift.errors import CheckpointDamagedError, CheckpointError
@@ -32,35 +33,6 @@ from mpift.errors import CheckpointDamagedError, CheckpointError
 _UP = "../.."  # from a checkpoint's folder to the directory
 _MEASURED_BYTES_MIN = 4 << 20  # less says nothing about how fast storage is
 INDEX, MANIFEST, COMMIT = "index.h5", "manifest.json", "COMMIT"
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What is to be written: the persistent share of the one of ``arenas`` that holds ``version``,
-    into ``root``; changed blocks go into a file ``name``. ``base`` is the version of a committed
-    checkpoint to compare with, None to write everything. ``encode``: yes, no, or ("auto") where
-    storage is slower than the encoder."""
-
-    root: Path
-    arenas: tuple[Path, ...]
-    version: int
-    name: str
-    base: int | None
-    encode: bool | str = "auto"
-    compact_below: float = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A committed checkpoint in numbers: step compared with; blocks in all, and written for it;
-    bytes of the state, of those blocks, and as they are stored."""
-
-    base: int | None
-    blocks: int
-    new_blocks: int
-    state_bytes: int
-    changed_bytes: int
-    new_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

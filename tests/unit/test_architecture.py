@@ -186,10 +186,19 @@ def test_no_file_and_no_function_has_outgrown_its_limit() -> None:
     assert oversized(PACKAGE) == []
 
 
-def test_importing_mpift_loads_neither_torch_nor_mpi_nor_numpy() -> None:
-    heavy = "import sys, mpift; print(*({'torch', 'mpi4py.MPI', 'numpy'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("mpift", ("torch", "mpi4py.MPI", "numpy")),
+        ("mpift.cli", ("torch", "mpi4py.MPI", "h5py")),
+        ("mpift.torch", ("mpi4py.MPI", "h5py")),  # HDF5 is the writer process's
+        ("mpift.checkpoint.writer", ("torch", "mpi4py.MPI")),
+    ],
+)
+def test_importing_a_module_loads_nothing_heavy(module: str, heavy: tuple[str, ...]) -> None:
+    heavy_loaded = f"import sys, {module}; print(*(set({heavy}) & set(sys.modules)))"
     result = subprocess.run(
-        [sys.executable, "-c", heavy],
+        [sys.executable, "-c", heavy_loaded],
         cwd=PACKAGE.parent,
         capture_output=True,
         text=True,
