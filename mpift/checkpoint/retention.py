@@ -70,16 +70,14 @@ def plan(
     last: Order | None,
     keep: int,
     keep_every: int | None,
-    in_flight: Sequence[str] = (),
     verified: Order | None = None,
 ) -> Plan:
     """What may be removed; nothing is changed.
 
     ``generation`` is the caller's, ``last`` the newest checkpoint of which it knows that nothing
-    up to it is still being written. ``in_flight`` are paths below the directory that stay anyhow,
-    block files or folders of steps. ``verified`` is the checkpoint that was last found good by
-    reading it back, and stays too. A checkpoint whose manifest can't be read, or that misses a
-    block file, stays and does not count as one of those to keep.
+    up to it is still being written. ``verified`` is the checkpoint that was last found good by
+    reading it back, and stays. One whose manifest can't be read, or that misses a block file, stays
+    too and does not count as one of those to keep.
     """
     readers = directory.readers()
     if readers:
@@ -91,7 +89,7 @@ def plan(
     facts = [(c.order, c.step, bool(c.pins)) for c in whole]
     stay = retained(facts, keep, keep_every) | {verified}
     going = tuple(c for c in whole if c.order not in stay)
-    ended = _Ended(generation, _finished(everything, last), frozenset(in_flight))
+    ended = _Ended(generation, _finished(everything, last))
     # What is in the folders that go goes with them.
     staying = [c for c in everything if c not in going]
     leftovers = _leftovers(directory, staying, ended)
@@ -100,7 +98,7 @@ def plan(
     used: set[str] = set()
     used.update(*(needed[c.order] for c in everything if c not in going))
     unused = [directory.root / name for name in sorted(present - used)]
-    files = tuple(path for path in unused if ended.has(path, written_at(path.name)))
+    files = tuple(path for path in unused if ended.has(written_at(path.name)))
     return Plan(going, leftovers, files)
 
 
@@ -143,13 +141,10 @@ def sweep(
     last: Order | None,
     keep: int,
     keep_every: int | None,
-    in_flight: Sequence[str] = (),
     verified: Order | None = None,
 ) -> Swept:
     """``plan`` and carry it out. For the one that coordinates the writing job, or holds a claim."""
-    return carry_out(
-        directory, plan(directory, generation, last, keep, keep_every, in_flight, verified)
-    )
+    return carry_out(directory, plan(directory, generation, last, keep, keep_every, verified))
 
 
 def collect(
@@ -171,7 +166,7 @@ def collect(
         # Nobody else writes, so nothing is in the making.
         last = (generation, sys.maxsize)
         verified = good[0].order if good is not None else None
-        found = plan(directory, generation, last, count, keep_every, (), verified)
+        found = plan(directory, generation, last, count, keep_every, verified)
         return _foretold(found) if dry_run else carry_out(directory, found)
     finally:
         directory.release(MAINTENANCE)
@@ -184,14 +179,10 @@ class _Ended:
 
     generation: int
     finished: Order
-    in_flight: frozenset[str]
 
-    def has(self, path: Path, written: Order | None) -> bool:
-        name = f"{path.parent.name}/{path.name}"
-        # An unfinished file's name begins with the one that it will have.
-        if written is None or any(name.startswith(flying) for flying in self.in_flight):
-            return False
-        return written[0] < self.generation or written <= self.finished
+    def has(self, written: Order | None) -> bool:
+        """Whether what was written as ``written`` is over; None: that is not known."""
+        return written is not None and (written[0] < self.generation or written <= self.finished)
 
 
 def _finished(everything: Sequence[Committed], last: Order | None) -> Order:
@@ -223,7 +214,7 @@ def _leftovers(
 ) -> tuple[Path, ...]:
     """Unfinished files, and folders of steps that were never committed."""
     blocks = (directory.root / "blocks").glob("*.new")
-    found = [path for path in blocks if ended.has(path, written_at(path.name))]
+    found = [path for path in blocks if ended.has(written_at(path.name))]
     for folder in sorted((directory.root / "steps").glob("*")):
         if (folder / "COMMIT").exists():
             continue
@@ -231,7 +222,7 @@ def _leftovers(
         if named is None:
             # A folder has this ending once its removal has begun.
             found += [folder] if folder.suffix == ".new" else []
-        elif ended.has(folder, (_begun_by(folder, named[1], ended.generation), named[0])):
+        elif ended.has((_begun_by(folder, named[1], ended.generation), named[0])):
             found.append(folder)
     for item in everything:
         if item.order[0] < ended.generation:

@@ -1,7 +1,7 @@
 """A rank's handle on its writer process: jobs go in, answers come back in order.
 
 If the process dies, all that it was to do fails, with the way it ended in words, and the next job
-starts another one. Nothing here waits for an answer but ``do``.
+starts another one. Nothing here waits for an answer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
-
-from mpift.errors import CheckpointError
 
 # (result, error in words or ""): called on the scribe's thread
 Then = Callable[[Any, str], None]
@@ -62,22 +60,6 @@ class Scribe:
             except OSError as error:
                 problem = f"the writer process can't be started: {error}"
         then(None, problem)
-
-    def do(self, job: str, **arguments: Any) -> Any:
-        """The same, and wait for the result; raises ``CheckpointError`` if it fails."""
-        done = threading.Event()
-        answer: list[tuple[Any, str]] = []
-
-        def then(result: Any, error: str) -> None:
-            answer.append((result, error))
-            done.set()
-
-        self.request(job, then, **arguments)
-        done.wait()
-        result, error = answer[0]
-        if error:
-            raise CheckpointError(error)
-        return result
 
     def close(self) -> None:
         """Let it finish what it was given, and end."""

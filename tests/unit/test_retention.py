@@ -123,7 +123,6 @@ def test_what_may_still_be_in_the_making_stays(tmp_path: Path, run: list[Saved])
     unused = [
         block_name(9, 0, 0, 0, 1),  # an older generation's
         block_name(3, 0, 0, 1, 2),  # this one's, of a step that was given up
-        block_name(3, 1, 0, 0, 2),  # the same, but in flight
         block_name(6, 0, 0, 0, 2),  # this one's, later than what is finished
         block_name(1, 0, 0, 0, 3),  # a later one's
         f"{block_name(3, 0, 0, 2, 2)}.0a1b2c3d.new",
@@ -133,10 +132,9 @@ def test_what_may_still_be_in_the_making_stays(tmp_path: Path, run: list[Saved])
     for name in unused:
         (tmp_path / "blocks" / name).touch()
     save(tmp_path, 5, arrays(w=10), generation=2)
-    in_flight = [f"blocks/{unused[2]}"]
-    swept = sweep(directory, 2, (2, 5), keep=9, keep_every=None, in_flight=in_flight)
+    swept = sweep(directory, 2, (2, 5), keep=9, keep_every=None)
     left = [name for name in unused if (tmp_path / "blocks" / name).exists()]
-    assert left == [unused[2], unused[3], unused[4], unused[6], unused[7]]
+    assert left == [unused[2], unused[3], unused[5], unused[6]]
     assert swept == Swept((), 3, 0)
 
 
@@ -152,7 +150,6 @@ def test_folders_that_were_never_committed_go_unless_they_may_be_in_the_making(
         "0000000007": True,  # perhaps this one's
         "0000000002": True,  # committed
         "0000000001.0a1b2c3d.new": False,  # was being removed
-        "0000000004.g2": True,  # in flight
         "notes": True,
     }
     for name in folders:
@@ -160,7 +157,7 @@ def test_folders_that_were_never_committed_go_unless_they_may_be_in_the_making(
     (tmp_path / "steps" / "0000000001.0a1b2c3d.new" / "index.h5").touch()
     leftover = run[1].committed.folder / "COMMIT.0a1b2c3d.new"
     leftover.touch()
-    sweep(directory, 2, (2, 5), 9, None, in_flight=["steps/0000000004.g2"])
+    sweep(directory, 2, (2, 5), 9, None)
     assert {name: (tmp_path / "steps" / name).exists() for name in folders} == folders
     assert not leftover.exists()
     assert steps_of(directory) == [1, 2, 3, 4, 5]
