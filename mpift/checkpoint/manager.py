@@ -108,6 +108,8 @@ class CheckpointManager:
             group, self._scribe, self.directory, rules, self._slots.paths, self._told
         )
         self._restoring = Restoring(group, self._files, self._ram)
+        # Checkpoints that this run has not begun with, and would push out.
+        self._not_ours = len(self._files.committed()) >= keep
         self._open()
         groups.opened(self)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -171,6 +173,12 @@ class CheckpointManager:
                 self._news.skipped = version
                 self._skip(version, self._tenancy.lost or busy)
             return False
+        if persist and self._not_ours:
+            self._not_ours, self._saves.sweeps = False, False
+            self._news.warn(
+                "this run has begun without restore(), so what was there is kept, and nothing is"
+                " removed; restore() first, or save to another directory"
+            )
         whole = functools.partial(self._captured, persist=persist)
         try:
             self._slots.take(slot, state, version, seat, whole)
@@ -258,6 +266,7 @@ class CheckpointManager:
         restored = self._read(step, state, only, strict, rng)
         if restored is None:
             return None
+        self._not_ours, self._saves.sweeps = False, True
         version = restored.version
         if any(self._group.gather(version != self._last)):
             self._tenancy.begin_generation()

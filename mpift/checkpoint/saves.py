@@ -121,6 +121,7 @@ class Saves:
         self._since_full = 0
         self.base: int | None = None  # the newest committed version that is known
         self.verified: int | None = None
+        self.sweeps = True  # whether older checkpoints may be removed
 
     # -- for the manager ---------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ class Saves:
             return
         self._group.strike(order_of(version)[1], "published")
         self._tell_outcome(Outcome(version, summary), None)
-        if self._gatherings.idle:
+        if self.sweeps and self._gatherings.idle:
             self._sweep(version)
 
     def _tell_outcome(self, outcome: Outcome, members: tuple[int, ...] | None) -> None:

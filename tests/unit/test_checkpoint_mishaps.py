@@ -133,3 +133,23 @@ def test_to_load_nothing_is_an_error(directory: Path) -> None:
             manager.load(state=model)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="must be a whole number"):
             manager.restore("best")  # type: ignore[arg-type]
+
+
+def test_a_run_that_forgets_to_restore_is_told_and_pushes_no_older_checkpoint_out(
+    directory: Path,
+) -> None:
+    with CheckpointManager(directory, keep=2) as first:
+        first.save(10, STATE, wait=True)
+        first.save(20, STATE, wait=True)
+    second = CheckpointManager(directory, keep=2)
+    for step in (1, 2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert second.save(step, STATE, wait=True)
+        assert any("begun without restore()" in str(w.message) for w in told) == (step == 2)
+    second.close()
+    assert second.steps() == [10, 20, 1, 2]
+    with CheckpointManager(directory, keep=2) as third:
+        assert third.restore(state=dict(STATE)) is not None
+        third.save(3, STATE, wait=True)
+    assert third.steps() == [2, 3]
