@@ -52,6 +52,10 @@ class GradientError(MpiftError, RuntimeError):
     """Gradients were produced or consumed in an order that cannot be reduced."""
 
 
+class DeviceError(MpiftError, RuntimeError):
+    """A device that was asked for is not there, can't be used as it is set up, or has failed."""
+
+
 class TransportError(MpiftError, RuntimeError):
     """MPI cannot be used, or keeps failing although nobody died."""
 

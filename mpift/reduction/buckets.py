@@ -17,8 +17,8 @@ division included). ``p.grad`` never aliases either, since users clip and zero i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -45,11 +45,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A slice of the flat gradient. ``length`` counts elements, counts included."""
+    """A slice of the flat gradient. ``length`` counts elements, counts included; ``device`` tells
+    the devices of one process apart, by a number."""
 
     dtype: np.dtype
     slots: tuple[Slot, ...]
     length: int
+    device: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Without the counts."""
+        return self.slots[-1].stop
 
     @property
     def late(self) -> int:
@@ -67,31 +74,45 @@ class Bucket:
         return self.length - 1
 
 
+def empty_bucket(bucket: Bucket) -> np.ndarray:
+    """Zeroed memory for one bucket."""
+    return np.zeros(bucket.length, bucket.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All buckets, in the one order in which every rank starts them."""
+    """All buckets, in the one order in which every rank starts them. ``memory`` gives what
+    contributions and results lie in, zeroed: for devices, memory that they can reach."""
 
     buckets: tuple[Bucket, ...]
+    memory: Callable[[Bucket], np.ndarray] = field(default=empty_bucket, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter: name, elements, dtype by its torch name."""
+    """What the layout needs to know of a parameter: name, elements, dtype by its torch name, and a
+    number for the device that it is on."""
 
     name: str
     elements: int
     dtype: str
+    device: int = 0
 
 
-def lay_out(parameters: Sequence[ParameterSpec], first_bytes: int, bucket_bytes: int) -> Layout:
+def lay_out(
+    parameters: Sequence[ParameterSpec],
+    first_bytes: int,
+    bucket_bytes: int,
+    memory: Callable[[Bucket], np.ndarray] = empty_bucket,
+) -> Layout:
     """Buckets for ``parameters``, last one first: backward produces gradients in about that order.
 
     The first bucket of the order closes at ``first_bytes``, the others at ``bucket_bytes``. Dtypes
-    are kept apart. Raises ``GradientError`` for a dtype that has no sum.
+    and devices are kept apart. Raises ``GradientError`` for a dtype that has no sum.
     """
-    open_buckets: dict[str, list[int]] = {}
-    closed: list[tuple[str, list[int]]] = []
-    sizes: dict[str, int] = {}
+    open_buckets: dict[tuple[str, int], list[int]] = {}
+    closed: list[tuple[tuple[str, int], list[int]]] = []
+    sizes: dict[tuple[str, int], int] = {}
     for number in reversed(range(len(parameters))):
         spec = parameters[number]
         if spec.dtype not in SUM_DTYPES:
@@ -99,18 +120,22 @@ def lay_out(parameters: Sequence[ParameterSpec], first_bytes: int, bucket_bytes:
                 f"parameter {spec.name!r} has dtype {spec.dtype}, whose gradients cannot be"
                 f" reduced; known: {', '.join(SUM_DTYPES)}"
             )
-        open_buckets.setdefault(spec.dtype, []).append(number)
-        size = sizes.get(spec.dtype, 0) + spec.elements * SUM_DTYPES[spec.dtype].itemsize
+        kind = (spec.dtype, spec.device)
+        open_buckets.setdefault(kind, []).append(number)
+        size = sizes.get(kind, 0) + spec.elements * SUM_DTYPES[spec.dtype].itemsize
         limit = bucket_bytes if closed else first_bytes
         if size >= limit:
-            closed.append((spec.dtype, open_buckets.pop(spec.dtype)))
+            closed.append((kind, open_buckets.pop(kind)))
             size = 0
-        sizes[spec.dtype] = size
+        sizes[kind] = size
     closed += open_buckets.items()
-    return Layout(tuple(_bucket(parameters, dtype, numbers) for dtype, numbers in closed))
+    buckets = (_bucket(parameters, *kind, numbers) for kind, numbers in closed)
+    return Layout(tuple(buckets), memory)
 
 
-def _bucket(parameters: Sequence[ParameterSpec], dtype: str, numbers: Iterable[int]) -> Bucket:
+def _bucket(
+    parameters: Sequence[ParameterSpec], dtype: str, device: int, numbers: Iterable[int]
+) -> Bucket:
     numbers = list(numbers)
     total = sum(parameters[number].elements for number in numbers)
     slots, start = [], 0
@@ -118,7 +143,7 @@ def _bucket(parameters: Sequence[ParameterSpec], dtype: str, numbers: Iterable[i
         stop = start + parameters[number].elements
         slots.append(Slot(number, start, stop, total + position))
         start = stop
-    return Bucket(SUM_DTYPES[dtype], tuple(slots), total + len(numbers) + 3)
+    return Bucket(SUM_DTYPES[dtype], tuple(slots), total + len(numbers) + 3, device)
 
 
 class Contributions:
@@ -128,7 +153,7 @@ class Contributions:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.buffers = [empty_bucket(bucket) for bucket in layout.buckets]
+        self.buffers = [layout.memory(bucket) for bucket in layout.buckets]
         # What has found no round yet, and is added to the next gradient.
         self._carried: list[np.ndarray | None] = [None] * len(layout.buckets)
         self._zeros: list[np.ndarray | None] = [None] * len(layout.buckets)
@@ -146,7 +171,10 @@ class Contributions:
 
     def replace(self, bucket: int) -> None:
         """A fresh buffer in place of one that may still be read from."""
-        self.buffers[bucket] = empty_bucket(self.layout.buckets[bucket])
+        self.buffers[bucket] = self._fresh(bucket)
+
+    def _fresh(self, bucket: int) -> np.ndarray:
+        return self.layout.memory(self.layout.buckets[bucket])
 
     def target(self, bucket: int, withheld: bool) -> tuple[np.ndarray, bool]:
         """Where a gradient is put, and whether it is added to what is there: into the buffer for
@@ -155,7 +183,7 @@ class Contributions:
         if withheld:
             if carried is not None:
                 return carried, True
-            carried = self._carried[bucket] = empty_bucket(self.layout.buckets[bucket])
+            carried = self._carried[bucket] = self._fresh(bucket)
             return carried, False
         if carried is None:
             return self.buffers[bucket], False
@@ -181,8 +209,3 @@ class Contributions:
     def forget_carried(self) -> None:
         """Nothing is carried on."""
         self._carried = [None] * len(self.buffers)
-
-
-def empty_bucket(bucket: Bucket) -> np.ndarray:
-    """Zeroed memory for one bucket."""
-    return np.zeros(bucket.length, bucket.dtype)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpift.reduction.buckets import Layout, empty_bucket
+from mpift.reduction.buckets import Layout
 
 
 class Results:
@@ -34,13 +34,16 @@ class Results:
         if array is None:
             with self._lock:
                 spare = self._spare[bucket]
-                array = spare.pop() if spare else empty_bucket(self._layout.buckets[bucket])
+                array = spare.pop() if spare else self._fresh(bucket)
             self._open[bucket] = array
         return array
 
+    def _fresh(self, bucket: int) -> np.ndarray:
+        return self._layout.memory(self._layout.buckets[bucket])
+
     def renew(self, bucket: int) -> np.ndarray:
         """A buffer for the open round that nothing may still be written into."""
-        self._open[bucket] = empty_bucket(self._layout.buckets[bucket])
+        self._open[bucket] = self._fresh(bucket)
         return self.receive(bucket)
 
     def complete(self, round_: int) -> None:

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 
 from mpift import runtime
-from mpift.devices.tensors import device_of
+from mpift.devices.courier import Courier
 from mpift.errors import GradientError
-from mpift.reduction.buckets import Bucket, Layout, ParameterSpec, lay_out
+from mpift.reduction.buckets import Layout
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.compressed import CompressedSum
 from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.reduction.records import RecordWithheldError
 from mpift.torch import amp
 from mpift.torch.alike import check_alike
+from mpift.torch.carriage import Carriage, layout_of
 from mpift.torch.reduce_ops import Average, ReduceOp
 from mpift.torch.replica import Replica
 from mpift.torch.verification import Verification
@@ -64,16 +65,16 @@ class Reducer:
         self._own = -1
         self._waited = 0.0
         self._hooks: list[Any] = []
-        self._views: dict[int, tuple[np.ndarray, list[torch.Tensor]]] = {}
-        self._layout = self._lay_out()
-        self.workload = GradientRounds(self._layout, rules, self._compressed_sum)
+        self._courier = Courier()
+        layout = self._lay_out()
+        self.workload = GradientRounds(layout, rules, self._compressed_sum)
+        self._carriage = self._carriage_of(layout)
         self.verification = Verification(
             optimizer, self._runtime, self.workload, self.name_of, verify_every
         )
         self.replica = Replica(
-            optimizer, self._runtime, self.workload, self._copy_out, self.verification
+            optimizer, self._runtime, self.workload, self._carriage, self.verification
         )
-        self.replica.parameters = self._parameters
         self._check_alike()
         lane = self._runtime.gradients.open(self.workload, self)
         self._runtime.examinations.open(lane, self.workload)
@@ -83,7 +84,7 @@ class Reducer:
     @property
     def pending(self) -> bool:
         """Whether backward has placed gradients that no ``synchronize`` has fetched yet."""
-        return bool(self._placed)
+        return bool(self._carriage.placed)
 
     @property
     def touches(self) -> bool:
@@ -173,14 +174,9 @@ class Reducer:
         self._parameters = self._trainable()
         if not self._parameters:
             raise GradientError("the optimizer has no parameter that requires a gradient")
-        specs = [
-            ParameterSpec(self.name_of(p), p.numel(), str(p.dtype).removeprefix("torch."))
-            for p in self._parameters
-        ]
-        for parameter in self._parameters:
-            device_of(parameter)
+        names = [self.name_of(parameter) for parameter in self._parameters]
         config = self._runtime.config
-        return lay_out(specs, config.first_bucket_bytes, config.bucket_bytes)
+        return layout_of(self._parameters, names, config.first_bucket_bytes, config.bucket_bytes)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The parameter's name, as the script gave it or by its place in the groups."""
@@ -192,6 +188,17 @@ class Reducer:
         rules = f"{self.workload.rules} {self._compressor} {self.verification.every}"
         check_alike(self._runtime, tensors, rules)
 
+    def _carriage_of(self, layout: Layout) -> Carriage:
+        return Carriage(
+            self._parameters,
+            layout,
+            self.workload,
+            self._op is Average,
+            self._predivide,
+            self._compressor,
+            self._courier,
+        )
+
     def _prepare(self) -> None:
         """Hooks and counters for the present layout."""
         for hook in self._hooks:
@@ -201,20 +208,12 @@ class Reducer:
             for parameter in self._parameters
         ]
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
-        self._places = [(0, 0)] * len(self._parameters)  # (bucket, position in it)
-        for number, bucket in enumerate(self._layout.buckets):
-            for position, slot in enumerate(bucket.slots):
-                self._places[slot.parameter] = (number, position)
-        self._views = {}
         self._begin_round()
 
     def _begin_round(self) -> None:
-        self._placed: set[int] = set()
+        self._carriage.begin()
         self._called = False
         self._passes = [0] * len(self._parameters)
-        self._missing = [len(bucket.slots) for bucket in self._layout.buckets]
-        self._unsent = len(self._layout.buckets)
-        self._targets: dict[int, tuple[np.ndarray, bool]] = {}  # (buffer, whether to add to it)
 
     def _refresh(self) -> None:
         """Between rounds: a new layout if parameters were added, frozen or unfrozen."""
@@ -225,11 +224,9 @@ class Reducer:
             return
         passes = dict(zip(self._parameters, self._passes, strict=True))
         self._runtime.gradients.settle([self])
-        self._layout = self._lay_out()
-        self._runtime.gradients.relayout(
-            self.replica.lane, lambda: self.workload.relayout(self._layout)
-        )
-        self.replica.parameters = self._parameters
+        layout = self._lay_out()
+        self._runtime.gradients.relayout(self.replica.lane, lambda: self.workload.relayout(layout))
+        self.replica.carriage = self._carriage = self._carriage_of(layout)
         self._check_alike()
         self._prepare()
         self._passes = [passes.get(parameter, 0) for parameter in self._parameters]
@@ -238,60 +235,20 @@ class Reducer:
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Backward has finished one parameter's gradient, once more."""
-        if not self._placed:
+        if not self.pending:
             self._refresh()
         if self.synchronized or self.declined:
             self.step_skipped()
         index = self._index[parameter]
         self._passes[index] += 1
         if self._passes[index] == self.passes_per_step:
-            self._place(index)
+            self._carriage.place(index, self._dense(parameter))
         elif self._passes[index] > self.passes_per_step:
             raise GradientError(
                 f"the gradient of {self.name_of(parameter)!r} was computed {self._passes[index]}"
                 f" times before step(), but backward_passes_per_step is {self.passes_per_step}:"
                 " call step() in between, or set it accordingly"
             )
-
-    def _place(self, index: int) -> None:
-        """Copy one gradient into its bucket; the last one of a bucket sends it off."""
-        parameter = self._parameters[index]
-        number, position = self._places[index]
-        bucket = self._layout.buckets[number]
-        array, add = self._target(number)
-        slot = bucket.slots[position]
-        gradient = self._dense(parameter)
-        device = device_of(parameter)
-        with torch.no_grad():
-            view = self._views_of(number, array)[position]
-            if gradient is None and not add:
-                view.zero_()
-            elif gradient is not None and add:
-                fresh = torch.empty_like(view)
-                device.copy_in(gradient, fresh, 1.0 / self._predivide)
-                device.fence()
-                view.add_(fresh)
-            elif gradient is not None:
-                device.copy_in(gradient, view, 1.0 / self._predivide)
-        array[slot.used] = gradient is not None or (add and array[slot.used] > 0)
-        self._placed.add(index)
-        self._missing[number] -= 1
-        if self._missing[number] == 0:
-            array[bucket.participation] = 1
-            device.fence()
-            self._unsent -= 1
-            if not self._withheld:
-                self.workload.contribute(number, whole=self._unsent == 0)
-
-    def _target(self, number: int) -> tuple[np.ndarray, bool]:
-        """The buffer that this gradient's part of a bucket goes to.
-
-        While an earlier gradient is under way none is sent after it: it is added to the next."""
-        if not self._targets:
-            self._withheld = self.workload.busy
-        if number not in self._targets:
-            self._targets[number] = self.workload.contributions.target(number, self._withheld)
-        return self._targets[number]
 
     def _dense(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = parameter.grad
@@ -305,14 +262,6 @@ class Reducer:
         parameter.grad = gradient.to_dense()
         return parameter.grad
 
-    def _views_of(self, number: int, array: np.ndarray) -> list[torch.Tensor]:
-        """Flat tensors over the slots of a contribution, made anew when its memory changes."""
-        known = self._views.get(number)
-        if known is None or known[0] is not array:
-            known = (array, slot_views(self._layout.buckets[number], array))
-            self._views[number] = known
-        return known[1]
-
     # -- out ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -323,14 +272,15 @@ class Reducer:
         is no such round, ``declined`` says so, and all complete rounds are applied.
         """
         self.step_skipped()  # of a result that the script has not used
-        if not self._placed:
+        if not self.pending:
             self._refresh()
         if not self._called:  # not again after an interrupt that the script caught
             self._called = True
             self._runtime.steps_called += 1
-        for index in range(len(self._parameters)):
-            if index not in self._placed:
-                self._place(index)
+        for index, parameter in enumerate(self._parameters):
+            if index not in self._carriage.placed:
+                self._carriage.place(index, self._dense(parameter))
+        self._carriage.drain()
         try:
             self._complete()
         except RecordWithheldError:
@@ -354,10 +304,7 @@ class Reducer:
         else:
             self._own, self.late = own, own > first
             self.replica.replay(own)
-            with torch.no_grad():
-                results = self.workload.results.of(self._own)
-                for bucket, result in zip(self._layout.buckets, results, strict=True):
-                    self._copy_out(bucket, result)
+            self._carriage.take(own)
             self.synchronized = True
 
     def _compressed_sum(self, layout: Layout, number: int) -> CompressedSum | None:
@@ -367,26 +314,5 @@ class Reducer:
         if bucket.dtype != np.float32 or not some:
             return None
         plain = self._compressor.plain_ranges(tensors)
-        elements = tensors[-1][1]
-        counts = bucket.length - elements
-        return CompressedSum(self._compressor.codec, elements, counts, plain)
-
-    def _copy_out(self, bucket: Bucket, result: np.ndarray) -> None:
-        divisor = 1.0 / self._predivide
-        if self._op is Average:
-            divisor *= float(result[bucket.participation])
-        used = result[bucket.slots[0].used : bucket.late].tolist()
-        for slot, count, host in zip(bucket.slots, used, slot_views(bucket, result), strict=True):
-            parameter = self._parameters[slot.parameter]
-            if not count:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            device_of(parameter).copy_out(host, divisor, parameter.grad)
-
-
-def slot_views(bucket: Bucket, array: np.ndarray) -> list[torch.Tensor]:
-    """One flat tensor a parameter, over the memory of ``array``."""
-    flat = torch.from_numpy(array)
-    return [flat[slot.start : slot.stop] for slot in bucket.slots]
+        counts = bucket.length - bucket.elements
+        return CompressedSum(self._compressor.codec, bucket.elements, counts, plain)

@@ -17,11 +17,11 @@ import torch
 
 from mpift.core import history
 from mpift.core.membership import View
-from mpift.devices.tensors import device_of
 from mpift.reduction.buckets import Bucket, Layout, empty_bucket
 from mpift.reduction.gradients import Delivered, GradientRounds
 from mpift.runtime import Runtime
 from mpift.torch import amp
+from mpift.torch.carriage import Carriage
 from mpift.torch.mixing import plain_class
 from mpift.torch.records import Record, decode, encode, set_settings, settings_of
 from mpift.torch.verification import Verification
@@ -55,16 +55,15 @@ class _FollowsRounds:
 
 
 class Replica:
-    """See the module's docstring. ``average`` writes a bucket's result into the ``p.grad`` of its
-    parameters; ``parameters`` are those of the layout. ``verification`` compares the state with
-    that of the others."""
+    """See the module's docstring. ``carriage`` brings results to ``p.grad``; ``verification``
+    compares the state with that of the others."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         runtime: Runtime,
         workload: GradientRounds,
-        average: Callable[[Bucket, np.ndarray], None],
+        carriage: Carriage,
         verification: Verification,
     ) -> None:
         self.applied = 0  # rounds
@@ -75,13 +74,12 @@ class Replica:
         self._missed: list[View] = []  # the view of each round replayed since somebody looked
         self._without_round = 0  # steps since then that no round came of
         self.lane = -1
-        self.parameters: Sequence[torch.Tensor] = ()
         self.scaler: Any = None  # the GradScaler that this optimizer steps through
         self.touches = False  # the script changes gradients between synchronize() and step()
         self._optimizer = optimizer
         self._runtime = runtime
         self._workload = workload
-        self._average = average
+        self.carriage = carriage
         self.verification = verification
         self._schedulers: list[Any] = []
         self._settings = settings_of(optimizer)  # of the last applied round
@@ -167,6 +165,7 @@ class Replica:
         self.history = history.extended(self.history, round_, delivered.epoch)
         self._runtime.see_round(delivered.epoch)
         self._runtime.steps_applied += 1
+        self.carriage.settle()
         self._workload.applied(round_)
         self.applied = round_ + 1
         self.verification.round_applied(round_, delivered.alarm)
@@ -206,15 +205,12 @@ class Replica:
 
     def _replay(self, round_: int) -> None:
         self.verification.settle()
-        local = [parameter.grad for parameter in self.parameters]
+        local = [parameter.grad for parameter in self.carriage.parameters]
         try:
             data = self._runtime.gradients.records.fetch(self.lane, round_)
-            for parameter in self.parameters:
+            for parameter in self.carriage.parameters:
                 parameter.grad = None
-            with torch.no_grad():
-                results = self._workload.results.of(round_)
-                for bucket, result in zip(self._layout.buckets, results, strict=True):
-                    self._average(bucket, result)
+            self.carriage.take(round_)
             if data is None:  # nobody is left who knows: all who lack it go on like this
                 if self._schedulers:
                     self._settings = settings_of(self._optimizer)
@@ -222,13 +218,13 @@ class Replica:
                 data = encode(self._record(self.scaler is not None or self.touches))
             record = decode(data, self._layout)
             self._take(record)
-            if not record.skipped and any(p.grad is not None for p in self.parameters):
+            if not record.skipped and any(p.grad is not None for p in self.carriage.parameters):
                 with amp.scaled_step(self._optimizer, record.scaler):
                     _plain_step(self._optimizer)
             amp.update(self.scaler, record.scaler)
             self._keep(round_, data)
         finally:
-            for parameter, gradient in zip(self.parameters, local, strict=True):
+            for parameter, gradient in zip(self.carriage.parameters, local, strict=True):
                 parameter.grad = gradient
         self._runtime.rounds_missed += 1
         self._missed.append(self._runtime.view_of(self._delivered(round_).epoch))
@@ -248,13 +244,12 @@ class Replica:
     def _write(self, bucket: Bucket, array: np.ndarray) -> None:
         flat = torch.from_numpy(array)
         for slot in bucket.slots:
-            parameter = self.parameters[slot.parameter]
+            parameter = self.carriage.parameters[slot.parameter]
             if not array[slot.used]:
                 parameter.grad = None
                 continue
             parameter.grad = torch.empty_like(parameter)
-            host = flat[slot.start : slot.stop]
-            device_of(parameter).copy_out(host, 1.0, parameter.grad)
+            parameter.grad.copy_(flat[slot.start : slot.stop].view(parameter.shape))
 
     def _gradients(self) -> list[np.ndarray]:
         """Copies of what is in ``p.grad``, laid out in buckets."""
@@ -263,12 +258,10 @@ class Replica:
             for bucket, array in zip(self._layout.buckets, arrays, strict=True):
                 flat = torch.from_numpy(array)
                 for slot in bucket.slots:
-                    parameter = self.parameters[slot.parameter]
+                    parameter = self.carriage.parameters[slot.parameter]
                     if parameter.grad is not None:
-                        host = flat[slot.start : slot.stop]
-                        device_of(parameter).copy_in(parameter.grad, host, 1.0)
+                        flat[slot.start : slot.stop].view(parameter.shape).copy_(parameter.grad)
                         array[slot.used] = 1
-        device_of(self.parameters[0]).fence()
         return arrays
 
 
