@@ -26,6 +26,7 @@ from mpift.config import Config, unknown_variables
 from mpift.core import chaos, events
 from mpift.core.membership import View
 from mpift.devices.accelerators import accelerator_probe
+from mpift.devices.faults import words_of
 from mpift.devices.probes import HostProbe
 from mpift.errors import ConfigError, ExitCode, MpiftError, NotInitializedError
 from mpift.observe import lines
@@ -45,8 +46,8 @@ from mpift.transport.monitor import Monitor
 from mpift.transport.node import Node
 from mpift.transport.part import Part, Post
 from mpift.transport.service import Hooks, Service
-from mpift.transport.solo import SoloWorld
-from mpift.transport.world import MpiWorld, Rebuilt
+from mpift.transport.solo import make_world
+from mpift.transport.world import Rebuilt
 
 _FIRST_LANES = 3  # operations, one optimizer's gradients, and examinations
 _WORDS_CHARS = 200  # of a lost rank's last words, in the report of the new view
@@ -77,14 +78,14 @@ class Runtime:
         )
         self.strike = self._injector.strike
         self._service = Service(
-            lambda: _make_world(comm, config),
+            lambda: make_world(comm, config, _FIRST_LANES),
             config,
             Hooks(self._view_changed, self._give_up, self.strike),
         )
         self._node: Node | None = None
         self._token = secrets.token_hex()  # the job's, once the ranks have met
         self._probe: HostProbe | None = None
-        self.exits = exits.Exits(self._last_words)
+        self.exits = exits.Exits(self._last_words, words_of)
         self._monitor = Monitor(self._service, config, self._give_up, self._abort_job)
         if startup.under_launcher():  # otherwise there is nobody to notice
             self.exits.install()
@@ -97,6 +98,8 @@ class Runtime:
         self.identities = world.identities
         # The view as the script sees it: it changes only inside our calls.
         self.view: View = world.view
+        # Among the node's processes at launch, which devices go by: this one's place, their number.
+        self.launch_seat = (self.neighbours.index(self.member), len(self.neighbours))
         # Rounds that the script asked for, those applied, and those of them it was late for.
         self.steps_called = self.steps_applied = self.rounds_missed = 0
         self.round_view: View = world.view  # the view that reduced the last gradient round
@@ -131,7 +134,7 @@ class Runtime:
         probe = self._probe = HostProbe(
             Path(self.config.checkpoint_directory),
             self.config.link_bytes_per_second or None,
-            accelerator_probe(self.neighbours.index(self.member)),
+            accelerator_probe(self.launch_seat[0]),
         )
         hooks = DetectionHooks(
             emit=self.emit,
@@ -175,7 +178,6 @@ class Runtime:
         self.require_service()
         operation.check()
         self.exits.forget()
-
         self._calls.carry_out(operation)
         self.see(operation.reduced_in)
         return result_of(operation)
@@ -234,6 +236,7 @@ class Runtime:
 
     def leave_evicted(self, reason: str) -> NoReturn:
         """This rank is no use to the others, and ends; ``reason`` is said of it."""
+        self._service.farewells.say(f"it {reason}")
         self._give_up(ExitCode.SCRIPT_FAILED, f"evicted: it {reason}")
 
     # -- faults ------------------------------------------------------------------------------------
@@ -343,11 +346,6 @@ class Runtime:
         done.wait()
         if errors:
             raise errors[0]
-
-
-def _make_world(comm: Any, config: Config) -> MpiWorld | SoloWorld:
-    alone = comm is None and not startup.under_launcher() and not startup.loaded()
-    return SoloWorld(_FIRST_LANES) if alone else MpiWorld(comm, config, _FIRST_LANES)
 
 
 def start(comm: Any = None, config: Config | None = None) -> Runtime:

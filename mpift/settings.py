@@ -27,6 +27,7 @@ DEFAULT_FILE = "mpift.toml"
 # hands to its ranks.
 OTHER_VARIABLES = frozenset({
     FILE_VARIABLE, "MPIFT_EVENT_FD", "MPIFT_JOB_TOKEN", "MPIFT_LAUNCHED", "MPIFT_TEST_TOKEN",
+    "MPIFT_NPU_BACKEND", "MPIFT_SIMULATED_NPUS", "MPIFT_CACHE",
 })  # fmt: skip
 ARGUMENT, DEFAULT = "argument", "default"
 VERSION_KEY = "mpift version"  # compared between ranks like a setting

@@ -12,6 +12,7 @@ MEMBER is a rank at launch, for life; STEP counts the steps of its optimizer fro
     drop:2@50-60:0.3    three of ten heartbeats that it sends meanwhile are lost
     corrupt:2@50-60:1   all heartbeats that it sends meanwhile have a flipped bit
     reset:2@50          one of its TCP connections to another rank is reset
+    device:2@50:507053  its simulated NPU fails with this error code of the Ascend runtime
     flip:2@50           one bit of one of its parameters flips: in the mantissa, so that training
                         goes on and nothing is seen of it
 
@@ -49,6 +50,7 @@ class Takes(enum.Enum):
     POINT = "an optional point"
     SECONDS = "seconds, above 0 and at most 1000000"
     PROBABILITY = "a probability above 0, at most 1"
+    CODE = "an error code, a whole number of six digits"
     NOTHING = "nothing"
 
 
@@ -69,6 +71,7 @@ VERBS: Mapping[str, Verb] = {
     "drop": Verb(Takes.PROBABILITY, lasts=True, example="drop:2@50-60:0.3"),
     "corrupt": Verb(Takes.PROBABILITY, lasts=True, example="corrupt:2@50-60:1"),
     "reset": Verb(Takes.NOTHING, lasts=False, example="reset:2@50"),
+    "device": Verb(Takes.CODE, lasts=False, example="device:2@50:507053"),
     "flip": Verb(Takes.NOTHING, lasts=False, example="flip:2@50"),
 }
 # After these a member does nothing more.
@@ -76,7 +79,14 @@ FATAL = ("kill", "stop")
 # These befall the heartbeats that a member sends, as long as they last.
 ON_HEARTBEATS = ("drop", "corrupt")
 # These befall what a member trains, and are carried out by whoever holds it.
-ON_STATE = ("flip",)
+ON_STATE = ("flip", "device")
+
+# Above the first number, at most the second.
+_RANGES = {
+    Takes.SECONDS: (0.0, 1e6),
+    Takes.PROBABILITY: (0.0, 1.0),
+    Takes.CODE: (99_999.0, 999_999.0),
+}
 
 _ITEM = re.compile(
     r"(?P<verb>[a-z]+):(?P<member>\d+)@(?P<step>\d+)(?:-(?P<last>\d+))?(?::(?P<argument>[\w.+-]+))?"
@@ -90,7 +100,7 @@ _POINT = re.compile(
 class Fault:
     """One fault: ``verb`` befalls ``member`` from ``step`` to ``last_step``, at the named point.
 
-    ``amount`` is in seconds or a probability, as the verb takes it; 0 for others."""
+    ``amount`` is in seconds, a probability or a code, as the verb takes it; 0 for others."""
 
     verb: str
     member: int
@@ -109,7 +119,9 @@ class Fault:
 
     def __str__(self) -> str:
         steps = f"{self.step}-{self.last_step}" if self.last_step >= 0 else f"{self.step}"
-        argument = f":{self.amount!r}" if self.amount else ""
+        whole = VERBS[self.verb].takes is Takes.CODE
+        amount = int(self.amount) if whole else self.amount
+        argument = f":{amount!r}" if self.amount else ""
         if self.point != "step":
             argument = f":{self.point}"
         return f"{self.verb}:{self.member}@{steps}{argument}"
@@ -198,8 +210,9 @@ def _with_argument(item: str, name: str, fault: Fault, argument: str | None) -> 
         amount = float(argument or "")
     except ValueError:
         amount = 0.0
-    largest = 1.0 if verb.takes is Takes.PROBABILITY else 1e6
-    if verb.takes is Takes.NOTHING or not 0 < amount <= largest:
+    least, largest = _RANGES.get(verb.takes, (0.0, 0.0))
+    exact = verb.takes is not Takes.CODE or amount.is_integer()
+    if not (least < amount <= largest and exact):
         raise ChaosError(
             f"chaos item {item!r}: {name} takes {verb.takes.value}, not {argument!r},"
             f" as in {verb.example}"

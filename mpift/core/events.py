@@ -133,6 +133,16 @@ class RankRepaired(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFailed(Event):
+    """The emitter's ``device`` has failed: what ``words`` say, and what helps (``remedy``)."""
+
+    host: str
+    device: str
+    remedy: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class KeysLost(Event):
     """Both ranks that held these ``keys`` of a parameter server are gone."""
 
@@ -257,6 +267,7 @@ _KINDS: dict[str, type[Event]] = {
         StepFinished,
         KeysLost,
         RankRepaired,
+        DeviceFailed,
         CheckpointSaved,
         CheckpointFailed,
         CheckpointSkipped,

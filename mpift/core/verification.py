@@ -108,17 +108,19 @@ class Judgement:
     deviating: Mapping[int, tuple[int, ...]]
 
 
-def judge(table: Mapping[int, Sequence[bytes]]) -> Judgement:
+def judge(table: Mapping[int, Sequence[bytes]], damaged: frozenset[int] = frozenset()) -> Judgement:
     """``table`` has a row for each member that is still training: the digests of the pieces of its
     state, in the same order. A row of another length lacks pieces, which counts as a difference.
-    A content is a majority's if more than half of the members hold all of it."""
+    Members that are ``damaged`` know of themselves that their state is of no use, and have no vote.
+    A content is a majority's if more than half of those with a vote hold all of it."""
     holders: dict[tuple[bytes, ...], list[int]] = {}
     for member in sorted(table):
         holders.setdefault(tuple(table[member]), []).append(member)
-    rows = sorted(holders, key=lambda row: (-len(holders[row]), holders[row]))
+    votes = {row: len(set(members) - damaged) for row, members in holders.items()}
+    rows = sorted(holders, key=lambda row: (-votes[row], holders[row]))
     groups = tuple(tuple(holders[row]) for row in rows)
     pieces = sorted({piece for row in rows for piece in _differences(row, rows[0])})
-    if not rows or 2 * len(groups[0]) <= len(table):
+    if not rows or 2 * votes[rows[0]] <= sum(votes.values()):
         return Judgement(groups, tuple(pieces), None, {})
     content = rows[0]
     deviating = {member: _differences(row, content) for row in rows[1:] for member in holders[row]}

@@ -1,7 +1,7 @@
 """A thread that waits for devices, so that the training thread does not.
 
 What is given to it is done in order, one after the other. Its errors are raised where somebody
-waits for it: on the training thread.
+waits for it: on the training thread. After one, what was given to it is given up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Courier:
         self._thread: threading.Thread | None = None
 
     def take(self, delivery: Callable[[], None]) -> None:
-        """Call ``delivery``, which may wait for a device, once those before it are through. If one
-        fails the others are tried all the same."""
+        """Call ``delivery``, which may wait for a device, once those before it are through; not at
+        all if one of them fails."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mpift-courier", daemon=True)
             self._thread.start()
@@ -32,7 +32,7 @@ class Courier:
         self._deliveries.put(delivery)
 
     def drain(self) -> None:
-        """Return once all that was taken is through; the first error is raised, once."""
+        """Return once all that was taken is through; an error is raised, once."""
         with self._news:
             self._news.wait_for(lambda: not self._under_way)
             error, self._error = self._error, None
@@ -43,10 +43,10 @@ class Courier:
         while True:
             delivery = self._deliveries.get()
             try:
-                delivery()
+                if self._error is None:
+                    delivery()
             except Exception as error:  # noqa: BLE001, it is raised by ``drain``
-                with self._news:
-                    self._error = self._error or error
+                self._error = error
             del delivery  # with the gradients that it holds
             with self._news:
                 self._under_way -= 1

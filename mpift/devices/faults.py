@@ -38,8 +38,8 @@ class Remedy(enum.Enum):
 class DeviceFault:
     """A fault of a device: what ``words`` says in one line, with what to do about it.
 
-    ``code`` is the error code of the Ascend runtime, None where the text has none or the device is
-    no NPU. ``device`` is its number in the process that had the error, None if the text has none.
+    ``code`` is the error code of the Ascend runtime, None where there is none (CUDA has none in its
+    texts). ``device`` is its number in the process that had the error, None if the text has none.
     """
 
     code: int | None
@@ -71,8 +71,10 @@ _EITHER = (
     " on other devices, find the operation with {}_LAUNCH_BLOCKING=1"
 )
 
+_LOOK = "the rank leaves; look at `nvidia-smi -q` and at the kernel's log (Xid) of the node"
+
 # Names and numbers: rt_error_codes.h of CANN 8.5. Texts: what torch_npu 2.13 throws (in capitals),
-# and the reasons that CANN's runtime gives. Repaired is what Huawei's own recovery (MindIO) repairs.
+# and the reasons that CANN's runtime gives. Repaired is what Huawei's own recovery repairs.
 NPU_FAULTS = (
     *_rows(
         Remedy.REPAIR,
@@ -113,7 +115,7 @@ NPU_FAULTS = (
             ("HCCS LINK ERROR", "link error", "device network link error"),
         ),
     ),
-    # mpift itself uses no HCCL: what is broken is the script's, and only a new process is rid of it.
+    # mpift itself uses no HCCL: it is the script's, and only a new process gets a sound one.
     *_rows(
         Remedy.LEAVE,
         "the rank leaves; look at the links with `hccn_tool -i N -link -g`",
@@ -168,8 +170,8 @@ NPU_FAULTS = (
     ),
 )
 
-# Wordings of cudaGetErrorString (CUDA 13, and older ones), torch, cuBLAS, cuDNN and NVML. A process
-# can't use a CUDA context again that had an error, so nothing here is repaired in place.
+# Wordings of cudaGetErrorString (CUDA 13, and older ones), cuBLAS and cuDNN. A process can't use a
+# CUDA context again that had an error, so nothing here is repaired in place.
 CUDA_FAULTS = (
     *_rows(
         Remedy.NODE,
@@ -186,15 +188,13 @@ CUDA_FAULTS = (
                 "system not yet initialized",
                 "CUDA driver version is insufficient for CUDA runtime version",
                 "system has unsupported display driver / cuda driver combination",
-                "Driver/library version mismatch",
             ),
         ),
     ),
     *_rows(
         Remedy.LEAVE,
-        "the rank leaves; look at `nvidia-smi -q` and at the kernel's log (Xid) of the node",
+        _LOOK,
         (None, "uncorrectable memory error (ECC)", ("uncorrectable ECC error encountered",)),
-        (None, "it is lost (Xid 79)", ("GPU is lost", "fallen off the bus")),
         (None, "error of the hardware's stack", ("hardware stack error",)),
         (None, "access to another device failed", ("Invalid access of peer GPU memory",)),
         (None, "unknown error", ("unknown error",)),
@@ -208,11 +208,7 @@ CUDA_FAULTS = (
                 "all CUDA-capable devices are busy or unavailable",
             ),
         ),
-        (
-            None,
-            "there is none (any more)",
-            ("no CUDA-capable device is detected", "No CUDA GPUs are available"),
-        ),
+        (None, "there is none (any more)", ("no CUDA-capable device is detected",)),
     ),
     *_rows(
         Remedy.LEAVE,
@@ -237,6 +233,21 @@ CUDA_FAULTS = (
     ),
 )
 
+# Wordings of NVML and of torch, which stand alone.
+NVIDIA_FAULTS = (
+    *_rows(
+        Remedy.LEAVE, _LOOK, (None, "it is lost (Xid 79)", ("GPU is lost", "fallen off the bus"))
+    ),
+    *_rows(
+        Remedy.LEAVE, _LOOK, (None, "there is none (any more)", ("No CUDA GPUs are available",))
+    ),
+    *_rows(
+        Remedy.NODE,
+        "all ranks leave the node; restart it, or reload its driver",
+        (None, "the driver was exchanged under it", ("Driver/library version mismatch",)),
+    ),
+)
+
 _OTHER_NPU = KnownFault(
     Remedy.LEAVE, "error of the Ascend runtime", _EITHER.format("ASCEND"), texts=()
 )
@@ -248,13 +259,18 @@ _OUT_OF_MEMORY = re.compile(
     r"\b(?:CUDA|NPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )
 
-# Only a text that one of these is in was written by them: a script's own error may hold any number.
+# A text is from the Ascend runtime only if it names it: a script's own may hold any number.
 _ASCEND = re.compile(
-    r"\bNPU|\bACL\b|\b[Aa]cl(?:rt|nn|mdl|op)|\bHCC[LS]\b|\bERR[0-9]{5} |E[A-Z0-9][0-9]{4}(?:: |\[PID)"
+    r"\bNPU|\bACL\b|\b[Aa]cl(?:rt|nn|mdl|op)|\bHCC[LS]\b"
+    r"|\bERR[0-9]{5} |E[A-Z0-9][0-9]{4}(?:: |\[PID)"  # codes of torch_npu, and of CANN's parts
 )
-_NVIDIA = re.compile(r"CUDA|cuda[A-Z]|CUBLAS|cuDNN|NVML|nvml|GPU")
 _CODE = re.compile(
-    r"\b(?:error code(?: is)?|retCode(?: is)?|runtime result|ret|failed)\s{0,2}[:=]?\s{0,2}([0-9]{6})\b"
+    r"\b(?:error code(?: is)?|retCode(?: is)?|runtime result|ret|failed)"
+    r"\s{0,2}[:=]?\s{0,2}([0-9]{6})\b"
+)
+# What CUDA says is the rest of the line.
+_CUDA = re.compile(
+    r"(?:\bCUDA (?:driver |runtime )?error|\bcuDNN error|\b[Ee]rror \(?[0-9]+\)?) ?: ([^\n]*)"
 )
 _DEVICE = re.compile(r"\bDevice:([0-9]{1,4})\b|\bNPU ([0-9]{1,4})\b|\bdevice id is ([0-9]{1,4})\b")
 
@@ -272,6 +288,12 @@ def classify(error: BaseException) -> DeviceFault | None:
         if fault is not None:
             return fault
     return None
+
+
+def words_of(error: BaseException) -> str:
+    """What fault of a device ``error`` tells of, in one line; empty if it is none."""
+    fault = classify(error)
+    return fault.words if fault is not None else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -324,18 +346,18 @@ def _npu_fault(text: str) -> DeviceFault | None:
 
 
 def _is_told(wording: str, text: str) -> bool:
-    """Whether an NPU's fault is in ``text`` in that wording: torch_npu's, or CANN's reason."""
-    if wording.islower() or wording.startswith("hbm"):
-        return f"reason={wording}" in text or f"reason=[{wording}]" in text
-    return wording in text
+    """Whether ``text`` has the words of torch_npu, which begin in a capital, or CANN's reason."""
+    if wording[0].isupper():
+        return wording in text
+    return f"reason={wording}" in text or f"reason=[{wording}]" in text
 
 
 def _cuda_fault(text: str) -> DeviceFault | None:
-    if not _NVIDIA.search(text):
-        return None
-    for known in CUDA_FAULTS:
-        if any(wording in text for wording in known.texts):
-            return _fault("CUDA device", known, None, text)
+    said = "\n".join(match[1] for match in _CUDA.finditer(text))
+    for table, told in ((CUDA_FAULTS, said), (NVIDIA_FAULTS, text)):
+        for known in table:
+            if any(wording in told for wording in known.texts):
+                return _fault("CUDA device", known, None, text)
     return None
 
 

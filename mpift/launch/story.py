@@ -111,6 +111,7 @@ class Story:
         self._suspected: set[int] = set()  # told of in the present view
         self.keys_lost: set[str] = set()  # of parameter servers
         self.repairs = 0  # of ranks' states
+        self.device_faults = 0
         self.checkpoints_saved = self.checkpoints_failed = 0
         self.restored_step: int | None = None
 
@@ -175,6 +176,8 @@ class Story:
                 warning = band != "healthy"
             case events.RankRepaired():
                 self.repairs += 1
+            case events.DeviceFailed():
+                self.device_faults += 1
             case events.CheckpointSaved():
                 self.checkpoints_saved += 1
                 warning = False

@@ -156,6 +156,7 @@ def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[
         "ranks_lost": len(failures),
         "keys_lost": sorted(story.keys_lost),
         "ranks_repaired": story.repairs,
+        "device_faults": story.device_faults,
         "checkpoints_saved": story.checkpoints_saved,
         "checkpoints_failed": story.checkpoints_failed,
         "restored_step": story.restored_step,

@@ -66,7 +66,9 @@ def in_words(event: events.Event) -> str | None:
             return f"rank {suspect} on {host} is heard again"
         case events.Evicted(evicted=evicted, reason=reason):
             return f"rank {evicted} is evicted: it {reason}"
-        case events.RankStalled() | events.RankRepaired() | events.KeysLost():
+        case (
+            events.RankStalled() | events.RankRepaired() | events.DeviceFailed() | events.KeysLost()
+        ):
             return _rank_in_words(event)
         case events.HealthChanged(host=host, band=band, reason=reason):
             return f"health of {host}: {band}" + (f" ({reason})" if reason else "")
@@ -80,9 +82,11 @@ def in_words(event: events.Event) -> str | None:
             return _checkpoint_in_words(event)
 
 
-def _rank_in_words(event: events.RankStalled | events.RankRepaired | events.KeysLost) -> str:
-    """Which rank was repaired, and what in it; what was lost with two ranks; or who holds all
-    others up, where, for how long."""
+def _rank_in_words(
+    event: events.RankStalled | events.RankRepaired | events.DeviceFailed | events.KeysLost,
+) -> str:
+    """Which rank was repaired, and what in it; whose device failed; what was lost with two ranks;
+    or who holds all others up, where, for how long."""
     if isinstance(event, events.KeysLost):
         keys = ", ".join(event.keys)
         return f"lost in the parameter server, with both ranks that held them: {keys}"
@@ -91,6 +95,8 @@ def _rank_in_words(event: events.RankStalled | events.RankRepaired | events.Keys
         differed = f"{event.bytes_differed} bytes differed"
         return f"rank {event.member} repaired: {what}, {differed} (host {event.host})"
     who = f"rank {event.member} on {event.host}"
+    if isinstance(event, events.DeviceFailed):
+        return f"{who}: {event.device} has failed ({event.words}); remedy: {event.remedy}"
     if event.waits:
         return (
             f"all ranks have waited for each other for {event.seconds:.0f} s, {who} at step"

@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from mpift.reduction.codecs import Codec, Plain, Range
+from mpift.reduction.buckets import Bucket
+from mpift.reduction.codecs import Codec, Compressor, Plain, Range
 from mpift.transport.lane import Started
 
 # Values are worked on in blocks that stay in the processor's cache, with what is made of them. Not
 # longer, or torch's casts (``codecs.use_casts``) would start threads of their own.
 BLOCK_ELEMENTS = 32768
-# An array of an operation is summed in parts: bounds memory, and the time between two looks at MPI.
-PART_ELEMENTS = 1 << 24
 
 # What ``tag`` of a sum may be; those below are taken by other messages. They run on a communicator
 # that is not revoked, where messages on their way do no harm when a rebuild begins.
@@ -293,53 +292,16 @@ class CompressedSum:
         return length
 
 
-class CompressedArray:
-    """The sum of one array over all ranks, part by part; nothing is owed afterwards.
-
-    ``array`` is float32 or float64, narrowed to float32 before it is encoded; None if this rank has
-    left and adds nothing. The sum is in ``out``, of the shape and dtype that all agreed on, once
-    ``start`` or ``proceed`` returns nothing.
-    """
-
-    def __init__(self, codec: Codec, array: np.ndarray | None, out: np.ndarray) -> None:
-        self._codec = codec
-        self._array = None if array is None else array.reshape(-1)
-        self._out = out.reshape(-1)
-        self._at = 0
-        self._sum = CompressedSum(codec, 0)
-        self._part = np.empty(0, np.float32)
-
-    def start(self, comm: Any) -> list[Started]:
-        """As ``CompressedSum.start``."""
-        while self._at < self._out.size:
-            length = min(PART_ELEMENTS, self._out.size - self._at)
-            if length != self._part.size:
-                self._sum = CompressedSum(self._codec, length, feedback=False)
-                self._part = np.empty(length, np.float32)
-            started = self._sum.start(comm, OPERATION_TAG, self._contribution(length))
-            if started:
-                return started
-            self._take_part()
-        return []
-
-    def proceed(self, comm: Any) -> list[Started]:
-        """As ``CompressedSum.proceed``."""
-        more = self._sum.proceed(comm)
-        if more:
-            return more
-        self._take_part()
-        return self.start(comm)
-
-    @np.errstate(over="ignore")  # what float32 cannot hold is infinite
-    def _contribution(self, length: int) -> np.ndarray | None:
-        if self._array is None:
-            return None
-        return self._array[self._at : self._at + length].astype(np.float32, copy=False)
-
-    def _take_part(self) -> None:
-        self._sum.result(self._part)
-        self._out[self._at : self._at + self._part.size] = self._part
-        self._at += self._part.size
+def sum_of_bucket(bucket: Bucket, compressor: Compressor) -> CompressedSum | None:
+    """What sums ``bucket`` over all ranks; None where MPI's own sum does, as nothing in it is to be
+    compressed."""
+    tensors = [(slot.start, slot.stop) for slot in bucket.slots]
+    some = any(compressor.compresses(stop - start) for start, stop in tensors)
+    if bucket.dtype != np.float32 or not some:
+        return None
+    counts = bucket.length - bucket.elements
+    plain = compressor.plain_ranges(tensors)
+    return CompressedSum(compressor.codec, bucket.elements, counts, plain)
 
 
 def _others(comm: Any) -> list[int]:

@@ -23,7 +23,7 @@ from mpift.core.turns import Turns
 from mpift.errors import MismatchError, MpiftError, RootLostError
 from mpift.reduction import codecs
 from mpift.reduction.codecs import Compressor
-from mpift.reduction.compressed import CompressedArray
+from mpift.reduction.compressed_arrays import CompressedArray
 from mpift.transport.lane import Started
 from mpift.transport.world import LaneReport, World
 

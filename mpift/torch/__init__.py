@@ -1,10 +1,20 @@
 """The Horovod-compatible face for PyTorch: ``import mpift.torch as hvd``."""
 
+import sys
+
+if "torch" not in sys.modules:
+    # torch must not fail over a torch_npu that can't be loaded; all below loads torch.
+    from mpift.devices import cann
+
+    cann.let_torch_load()
+    del cann
+
 from mpift import init, is_initialized, rank, report, shutdown, size
 from mpift.checkpoint import CheckpointManager
 from mpift.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    DeviceError,
     KeyLostError,
     MpiftError,
     StalePushError,
@@ -20,6 +30,7 @@ from mpift.torch.basics import (
     cross_size,
     cuda_built,
     ddl_built,
+    device,
     epoch,
     gloo_built,
     gloo_enabled,
@@ -33,6 +44,7 @@ from mpift.torch.basics import (
     rocm_built,
 )
 from mpift.torch.compression import Compression, Compressor
+from mpift.torch.device_faults import retry_on_device_fault
 from mpift.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -67,6 +79,7 @@ __all__ = [
     "CheckpointManager",
     "Compression",
     "Compressor",
+    "DeviceError",
     "DistributedOptimizer",
     "ElasticSampler",
     "HorovodInternalError",
@@ -96,6 +109,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "device",
     "digest",
     "elastic",
     "epoch",
@@ -112,6 +126,7 @@ __all__ = [
     "nccl_built",
     "rank",
     "report",
+    "retry_on_device_fault",
     "rocm_built",
     "rounds",
     "shutdown",

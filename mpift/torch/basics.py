@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch
+
 from mpift import runtime
+from mpift.devices import backend
 
 
 def epoch() -> int:
@@ -19,6 +24,29 @@ def local_rank() -> int:
 def local_size() -> int:
     """Live processes of this node."""
     return len(runtime.current().neighbours)
+
+
+def device(kind: str | None = None) -> torch.device:
+    """The device that this process is to compute on, made the current one of its kind: "npu",
+    "cuda" or "cpu", None for the best there is.
+
+    Each process of a node has the one of its ``local_rank`` at launch, and keeps it whoever dies;
+    ``ASCEND_RT_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` are minded. Raises ``DeviceError``
+    that says what is missing.
+    """
+    seat, seats = runtime.current().launch_seat
+    found = backend.select(kind, seat)
+    if (
+        found.type != "cpu"
+        and seat == 0
+        and 1 < (count := backend.of(found).device_count()) < seats
+    ):
+        warnings.warn(
+            f"{seats} processes of this node share {count} {found.type} devices: start fewer"
+            " processes, or let each see devices of its own",
+            stacklevel=2,
+        )
+    return found
 
 
 def cross_rank() -> int:

@@ -2,12 +2,14 @@
 back into ``p.grad``.
 
 Which buffer a bucket's gradients go to is decided when the first of them comes; a bucket is sent
-when the last one has come, and is contributed once it is in host memory.
+when the last one has come, and is contributed once it is in host memory. If a device fails on the
+way, ``rewind`` tells what has arrived from what has to come again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -82,6 +84,7 @@ class Carriage:
         self.placed: set[int] = set()  # parameters
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
         self._unsent = len(self.layout.buckets)
+        self._arrived: set[int] = set()  # buckets
         self._withheld = False
         self._targets: dict[int, tuple[np.ndarray, bool]] = {}  # (buffer, whether to add to it)
 
@@ -101,13 +104,18 @@ class Carriage:
         if self._missing[number] == 0:
             array[bucket.participation] = 1
             self._unsent -= 1
-            whole, withheld = self._unsent == 0, self._withheld
+            carrier.send(self._arrival(number))
 
-            def arrived() -> None:
-                if not withheld:
-                    self._workload.contribute(number, whole)
+    def _arrival(self, number: int) -> Callable[[], None]:
+        """What is to be called when a bucket is in host memory."""
+        whole, withheld, arrived = self._unsent == 0, self._withheld, self._arrived
 
-            carrier.send(arrived)
+        def arrive() -> None:
+            arrived.add(number)
+            if not withheld:
+                self._workload.contribute(number, whole)
+
+        return arrive
 
     def _target(self, number: int) -> tuple[np.ndarray, bool]:
         """The buffer that this gradient's part of a bucket goes to.
@@ -129,6 +137,44 @@ class Carriage:
     def drain(self) -> None:
         """Return once all that was sent is contributed. Raises what a device has raised."""
         self._courier.drain()
+
+    @property
+    def proven(self) -> bool:
+        """Whether each accelerator has brought something of this gradient to the host: then all
+        that it was asked before has been done without a fault."""
+        arrived = {self.layout.buckets[number].device for number in self._arrived}
+        kinds = {
+            bucket.device: self.parameters[bucket.slots[0].parameter].device.type
+            for bucket in self.layout.buckets
+        }
+        return all(device in arrived for device, kind in kinds.items() if kind != "cpu")
+
+    def rewind(self) -> None:
+        """A device has failed: what has not reached the host is to be placed again."""
+        with contextlib.suppress(Exception):  # more of the same fault
+            self._courier.drain()
+        for number, bucket in enumerate(self.layout.buckets):
+            lost: Iterable[int] = self._carriers[number].rewind()
+            if not self._missing[number] and number not in self._arrived:
+                lost = range(len(bucket.slots))
+                self._unsent += 1
+            for position in lost:
+                self.placed.discard(bucket.slots[position].parameter)
+                self._missing[number] += 1
+
+    def place_nothing(self) -> None:
+        """In place of the rest of this gradient: what is missing of it takes no part in the round.
+        Returns once that is contributed, or is carried to the next one."""
+        for number, bucket in enumerate(self.layout.buckets):
+            if not self._missing[number]:
+                continue
+            array, add = self._target(number)
+            if not add:  # what was carried from an earlier gradient is as good as before
+                array[:] = 0
+            self.placed.update(slot.parameter for slot in bucket.slots)
+            self._missing[number] = 0
+            self._unsent -= 1
+            self._arrival(number)()
 
     # -- out ---------------------------------------------------------------------------------------
 

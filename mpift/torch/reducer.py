@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from mpift import runtime
+from mpift.devices import simulated
 from mpift.devices.courier import Courier
-from mpift.errors import GradientError
+from mpift.errors import DeviceError, GradientError
 from mpift.reduction.buckets import Layout
 from mpift.reduction.codecs import Compressor
-from mpift.reduction.compressed import CompressedSum
+from mpift.reduction.compressed import sum_of_bucket
 from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.reduction.records import RecordWithheldError
 from mpift.torch import amp
@@ -63,11 +64,20 @@ class Reducer:
         self.declined = False  # no round comes of this step: too late, or the others are away
         self.late = False  # rounds were missed before ``_own``
         self._own = -1
+        # The round that this step's gradient has counted in, and whether rounds were missed before
+        # it, as long as its result is not in ``p.grad``: what is left to do after a device failed.
+        self._due: tuple[int, bool] | None = None
+        self._rewound = False  # the script makes a step again
+        self._spent = False  # and that step's round was applied in another way
         self._waited = 0.0
         self._hooks: list[Any] = []
         self._courier = Courier()
         layout = self._lay_out()
-        self.workload = GradientRounds(layout, rules, self._compressed_sum)
+        self.workload = GradientRounds(
+            layout,
+            rules,
+            lambda layout, number: sum_of_bucket(layout.buckets[number], compressor),
+        )
         self._carriage = self._carriage_of(layout)
         self.verification = Verification(
             optimizer, self._runtime, self.workload, self.name_of, verify_every
@@ -84,7 +94,7 @@ class Reducer:
     @property
     def pending(self) -> bool:
         """Whether backward has placed gradients that no ``synchronize`` has fetched yet."""
-        return bool(self._carriage.placed)
+        return bool(self._carriage.placed) and not self._rewound
 
     @property
     def touches(self) -> bool:
@@ -99,7 +109,10 @@ class Reducer:
         """A place for the fault schedule."""
         step = self.replica.applied
         for fault in self._runtime.strike(step, "step"):
-            self.verification.flip(fault.member, step)
+            if fault.verb == "device":
+                simulated.strike(self.device, int(fault.amount))
+            else:
+                self.verification.flip(fault.member, step)
 
     def use_scaler(self, scaler: Any) -> None:
         """The script scales its losses, so a late gradient has another scale than its round."""
@@ -235,11 +248,16 @@ class Reducer:
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Backward has finished one parameter's gradient, once more."""
-        if not self.pending:
+        self._rewound = False
+        if self._due is not None or self._spent:
+            return  # a step that is made again, whose gradient has counted
+        if not self._carriage.placed:
             self._refresh()
         if self.synchronized or self.declined:
             self.step_skipped()
         index = self._index[parameter]
+        if index in self._carriage.placed and not self._passes[index]:
+            return  # likewise
         self._passes[index] += 1
         if self._passes[index] == self.passes_per_step:
             self._carriage.place(index, self._dense(parameter))
@@ -272,20 +290,25 @@ class Reducer:
         is no such round, ``declined`` says so, and all complete rounds are applied.
         """
         self.step_skipped()  # of a result that the script has not used
-        if not self.pending:
+        self._rewound = False
+        if self._spent:
+            self._spent, self.declined = False, True
+            return
+        if not self._carriage.placed and self._due is None:
             self._refresh()
         if not self._called:  # not again after an interrupt that the script caught
             self._called = True
             self._runtime.steps_called += 1
-        for index, parameter in enumerate(self._parameters):
-            if index not in self._carriage.placed:
-                self._carriage.place(index, self._dense(parameter))
-        self._carriage.drain()
+        if self._due is None:
+            for index, parameter in enumerate(self._parameters):
+                if index not in self._carriage.placed:
+                    self._carriage.place(index, self._dense(parameter))
+            self._carriage.drain()
         try:
             self._complete()
         except RecordWithheldError:
             # Others wait in an operation, perhaps for this rank: what it has missed comes later.
-            self.declined = True
+            self.declined, self._due = True, None
             self.workload.give_up()
         if self.declined:
             self._runtime.steps_called -= 1  # nobody asked for a round then
@@ -294,25 +317,81 @@ class Reducer:
 
     def _complete(self) -> None:
         """Wait for the round that counts as this rank's own, and apply all before it."""
-        began, first = time.monotonic(), self.replica.applied
-        with self._runtime.waiting():
-            own = self.workload.settle(self.replica.replay, self._runtime.gradients.make_room)
-        self._waited = time.monotonic() - began
-        if own is None:
-            self.declined = True
-            self.replica.replay(self.workload.completed)
-        else:
-            self._own, self.late = own, own > first
-            self.replica.replay(own)
-            self._carriage.take(own)
-            self.synchronized = True
+        if self._due is None:
+            began, first = time.monotonic(), self.replica.applied
+            own = self._settle()
+            self._waited = time.monotonic() - began
+            if own is None:
+                self.declined = True
+                self.replica.replay(self.workload.completed)
+                return
+            self._due = own, own > first
+        own, late = self._due
+        self.replica.replay(own)
+        self._carriage.take(own)
+        self._own, self.late, self._due, self.synchronized = own, late, None, True
 
-    def _compressed_sum(self, layout: Layout, number: int) -> CompressedSum | None:
-        bucket = layout.buckets[number]
-        tensors = [(slot.start, slot.stop) for slot in bucket.slots]
-        some = any(self._compressor.compresses(stop - start) for start, stop in tensors)
-        if bucket.dtype != np.float32 or not some:
-            return None
-        plain = self._compressor.plain_ranges(tensors)
-        counts = bucket.length - bucket.elements
-        return CompressedSum(self._compressor.codec, bucket.elements, counts, plain)
+    def _settle(self) -> int | None:
+        with self._runtime.waiting():
+            return self.workload.settle(self.replica.replay, self._runtime.gradients.make_room)
+
+    # -- after a fault of the device ---------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are: an accelerator, if some of them are on one."""
+        devices = [parameter.device for parameter in self._parameters]
+        return next((d for d in devices if d.type != "cpu"), devices[0])
+
+    @property
+    def intact(self) -> bool:
+        """Whether this rank's state is what the rounds applied have made of it, although a device
+        has just failed: no step was under way, and none that came before can have failed unseen."""
+        proven = self.synchronized or self._due is not None or self._carriage.proven
+        return proven and not self.replica.changing
+
+    def rewind(self) -> None:
+        """Let the script make this step again. What has reached the host of its gradient counts
+        once; what it computes of that again does not."""
+        if self.synchronized:
+            self._due, self.synchronized = (self._own, self.late), False
+        self.declined = False
+        self._carriage.rewind()
+        self._passes = [0] * len(self._parameters)
+        self._rewound = True
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def take_state_from_others(self) -> None:
+        """What this rank holds is of no use: take no part in rounds until all ranks have compared
+        their states, and hold then what the others hold. The script may make its step again.
+
+        Raises ``DeviceError`` if there is nobody to take it from."""
+        self.rewind()
+        if self._runtime.view.size == 1:
+            raise DeviceError(
+                "no other rank is there to take the state from: go on from a checkpoint"
+            )
+        self.verification.damaged = True
+        # The round that the script's step stands for; others are missed.
+        counted = self._due is not None or bool(self._carriage.placed)
+        while self.verification.damaged:
+            self.verification.request_examination()
+            own, self._due = (None if self._due is None else self._due[0]), None
+            if own is None:
+                self._carriage.place_nothing()
+                own = self._settle()
+                if own is None:
+                    raise DeviceError(
+                        "the other ranks make no more rounds in which to give the state"
+                    )
+            self._pass_over(own, self._spent or not counted)
+            self._spent = self._spent or counted
+            self._begin_round()
+        self._rewound = True
+
+    def _pass_over(self, round_: int, missed: bool) -> None:
+        """Apply the rounds up to this one without stepping; whether the last one is ``missed``."""
+        self.replica.replay(round_ + missed)
+        if not missed:
+            self.replica.finish(round_)

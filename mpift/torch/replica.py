@@ -72,6 +72,7 @@ class Replica:
         # Called with ``applied`` after each round, replayed ones included.
         self.hooks: list[Callable[[int], None]] = []
         self._missed: list[View] = []  # the view of each round replayed since somebody looked
+        self.changing = False  # parameters may be neither old nor new
         self._without_round = 0  # steps since then that no round came of
         self.lane = -1
         self.scaler: Any = None  # the GradScaler that this optimizer steps through
@@ -136,10 +137,12 @@ class Replica:
                 record = decode(data, self._layout)
                 self._take(record)
                 self._keep(round_, data)
+                self.changing = not record.skipped
                 return record.skipped
         if self._is_wanted(round_):
             gradients = self._gradients() if touched else None
             self._keep(round_, encode(self._record(False, gradients)))
+        self.changing = True
         return False
 
     def _record(self, skipped: bool, gradients: Sequence[np.ndarray] | None = None) -> Record:
@@ -147,6 +150,7 @@ class Replica:
 
     def finish(self, round_: int, wait_seconds: float = 0.0, replayed: bool = False) -> None:
         """After the step for ``round_``, or instead of it."""
+        self.changing = False
         for step in self._schedulers:
             step()
         delivered = self._delivered(round_)
@@ -204,13 +208,17 @@ class Replica:
             self._replay(self.applied)
 
     def _replay(self, round_: int) -> None:
+        """A state that is damaged is not stepped: it is taken over from others after the round in
+        which all compare theirs."""
         self.verification.settle()
+        damaged = self.verification.damaged
         local = [parameter.grad for parameter in self.carriage.parameters]
         try:
             data = self._runtime.gradients.records.fetch(self.lane, round_)
             for parameter in self.carriage.parameters:
                 parameter.grad = None
-            self.carriage.take(round_)
+            if not damaged:
+                self.carriage.take(round_)
             if data is None:  # nobody is left who knows: all who lack it go on like this
                 if self._schedulers:
                     self._settings = settings_of(self._optimizer)
@@ -218,7 +226,9 @@ class Replica:
                 data = encode(self._record(self.scaler is not None or self.touches))
             record = decode(data, self._layout)
             self._take(record)
-            if not record.skipped and any(p.grad is not None for p in self.carriage.parameters):
+            used = any(parameter.grad is not None for parameter in self.carriage.parameters)
+            if used and not (record.skipped or damaged):
+                self.changing = True
                 with amp.scaled_step(self._optimizer, record.scaler):
                     _plain_step(self._optimizer)
             amp.update(self.scaler, record.scaler)

@@ -29,6 +29,18 @@ from mpift.core.verification import Judgement, judge
 from mpift.errors import InconsistentError, TransferError
 from mpift.reduction.examinations import Place
 from mpift.reduction.gradients import GradientRounds
+from mpift.torch.rows import (
+    PLAIN,
+    SCHEDULERS,
+    STRUCTURE,
+    TENSORS,
+    TRAIL_BYTES,
+    Row,
+    beyond_repair,
+    bytes_differing,
+    no_majority,
+    shown,
+)
 from mpift.torch.state import (
     OptimizerState,
     bytes_of,
@@ -45,15 +57,6 @@ if TYPE_CHECKING:
 _INLINE_BYTES_MAX = 16 << 20
 # Meetings in a row that somebody could not come to, before it is left to the next check.
 _FRUITLESS_MEETINGS_MAX = 3
-_DIGEST_BYTES = 16
-_TRAIL_BYTES = 8
-# The first pieces of a row: what tensors there are, and the plain values. Tensors follow.
-_STRUCTURE, _PLAIN, _TENSORS = 0, 1, 2
-_NAMES_SHOWN = 5
-_SCHEDULERS = (
-    "give a scheduler that steps once a step to optimizer.register_scheduler, or that of a late"
-    " rank falls behind; change other settings on all ranks after the same round"
-)
 
 
 class Verification:
@@ -73,6 +76,7 @@ class Verification:
         every: int,
     ) -> None:
         self.lane = -1
+        self.damaged = False  # this rank knows that its state is of no use
         self.checks = self.examinations = self.false_alarms = self.repairs = 0
         self.waited_seconds = self.cpu_seconds = 0.0
         self._state = OptimizerState(optimizer, name_of)
@@ -81,7 +85,7 @@ class Verification:
         self.every = every
         # At repairing this rank, those that came to nothing included, those of settings not.
         self._attempts = 0
-        self._trail = bytes(_TRAIL_BYTES)  # of the settings of each round since an examination
+        self._trail = bytes(TRAIL_BYTES)  # of the settings of each round since an examination
         self._settings: list[dict[str, Any]] | None = None  # of the last round of that
         self._warned: set[str] = set()
         self._declined: set[int] = set()  # rounds
@@ -108,7 +112,8 @@ class Verification:
         self._follow_settings(round_)
         if alarm:
             self._examine_once(round_)
-        if self.every and (round_ + 1) % self.every == 0 and self._runtime.view.size > 1:
+        due = self.every and (round_ + 1) % self.every == 0 and self._runtime.view.size > 1
+        if due and not self.damaged:
             self._check(round_)
 
     def _follow_settings(self, round_: int) -> None:
@@ -178,7 +183,7 @@ class Verification:
         key = f"lane {self.lane} round {round_}"
         transfer, member = self._runtime.transfer, self._runtime.member
         repaired: dict[str, int] = {}  # bytes that differed, by piece
-        before: Mapping[int, _Row] = {}  # what was met with last
+        before: Mapping[int, Row] = {}  # what was met with last
         phase = 0
         try:
             while True:
@@ -189,19 +194,26 @@ class Verification:
                 if rows is None:
                     self._again()
                     return
-                judgement = judge({who: row.pieces for who, row in rows.items()})
+                judgement = judge(
+                    {who: row.pieces for who, row in rows.items()},
+                    frozenset(who for who, row in rows.items() if row.damaged),
+                )
                 if judgement.content is None:
-                    raise InconsistentError(_no_majority(round_, judgement, list(tensors), rows))
+                    raise InconsistentError(no_majority(round_, judgement, list(tensors), rows))
                 if not judgement.deviating:
                     break
-                donors = [who for who in rows if who not in judgement.deviating]
+                donors = [
+                    who
+                    for who, row in rows.items()
+                    if who not in judgement.deviating and not row.damaged
+                ]
                 example, wrong = rows[donors[0]], judgement.deviating.get(member)
-                if _beyond_repair(judgement, rows, before):
+                if beyond_repair(judgement, rows, before):
                     if wrong is not None:
                         self._warn_of_settings(round_, rows[member], example, "beyond repair")
                     break
                 if wrong is not None:
-                    parted = _PLAIN in wrong or rows[member].trail != example.trail
+                    parted = PLAIN in wrong or rows[member].trail != example.trail
                     self._may_be_repaired(wrong, caused=phase == 0 and parted)
                     found = self._repair(key, judgement, tensors, arrays, example, donors)
                     for name, count in found.items():
@@ -212,8 +224,8 @@ class Verification:
                 phase += 1
         finally:
             transfer.withdraw(key)
-        self._fruitless = 0
-        self._trail, self._settings = bytes(_TRAIL_BYTES), None
+        self._fruitless, self.damaged = 0, False
+        self._trail, self._settings = bytes(TRAIL_BYTES), None
         self.examinations += 1
         self.false_alarms += phase == 0
         if repaired:
@@ -224,35 +236,36 @@ class Verification:
 
     def _meet(
         self, place: Place, tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray]
-    ) -> Mapping[int, _Row] | None:
+    ) -> Mapping[int, Row] | None:
         what = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in tensors.items()]
         structure = xxhash.xxh3_128_digest("\n".join(what).encode())
         digests = [xxhash.xxh3_128_digest(array.data) for array in arrays.values()]
-        row = _Row(structure, self._trail, self._state.plain().encode(), digests)
+        plain = self._state.plain().encode()
+        row = Row(structure, self._trail, plain, digests, self.damaged)
         rows = self._runtime.examinations.meet(place, row.encode())
         if rows is None:
             return None
-        return {member: _Row.decode(data) for member, data in rows.items()}
+        return {member: Row.decode(data) for member, data in rows.items()}
 
-    def _warn_of_settings(self, round_: int, mine: _Row, example: _Row, kind: str) -> None:
+    def _warn_of_settings(self, round_: int, mine: Row, example: Row, kind: str) -> None:
         """Say once which settings were not the majority's, and what to do; and once if they can't
         be made so."""
         if kind in self._warned:
             return
         self._warned.add(kind)
         found = differences(mine.plain.decode(), example.plain.decode())
-        what = _shown([f"{name}: {values}" for name, values in found.items()], "; ")
+        what = shown([f"{name}: {values}" for name, values in found.items()], "; ")
         if kind == "beyond repair":
             text = (
                 f"settings differ from those of most ranks and can't be made the same ({what}): all"
                 " go on as they are; make the same optimizer on every rank"
             )
         elif found:
-            text = f"settings differed from those of most ranks ({what}): repaired; {_SCHEDULERS}"
+            text = f"settings differed from those of most ranks ({what}): repaired; {SCHEDULERS}"
         else:
             text = (
                 "settings differed from those of most ranks in an earlier round, and what came of"
-                f" that was repaired; {_SCHEDULERS}"
+                f" that was repaired; {SCHEDULERS}"
             )
         where = f"rank {self._runtime.rank}, after round {round_}"
         warnings.warn(f"{where}: {text}. This is said once", stacklevel=2)
@@ -261,12 +274,12 @@ class Verification:
         """Leave if this rank was repaired too often, or can't be. Not counted is what its settings
         ``caused``, which no machine's memory is to blame for, and settings alone."""
         limit = self._runtime.config.max_repairs
-        if _STRUCTURE in wrong:
+        if STRUCTURE in wrong:
             self._runtime.leave_evicted(
                 "has other tensors in its optimizer's state than a majority of the ranks, which"
                 " can't be repaired piece by piece"
             )
-        if caused or tuple(wrong) == (_PLAIN,):
+        if caused or tuple(wrong) == (PLAIN,):
             return
         if self._attempts >= limit:
             self._runtime.leave_evicted(
@@ -281,7 +294,7 @@ class Verification:
         judgement: Judgement,
         tensors: Mapping[str, torch.Tensor],
         arrays: Mapping[str, np.ndarray],
-        example: _Row,
+        example: Row,
         donors: Sequence[int],
     ) -> dict[str, int]:
         """Take over what differs from the majority; returns how many bytes did, by piece. No
@@ -289,16 +302,16 @@ class Verification:
         names = list(tensors)
         wrong = judgement.deviating[self._runtime.member]
         found = {}
-        if _PLAIN in wrong:
+        if PLAIN in wrong:
             mine, theirs = self._state.plain(), example.plain.decode()
             self._state.take_plain(theirs)
             if self._state.plain() != mine:
-                what = f"settings ({_shown(list(differences(mine, theirs)))})"
-                found[what] = _bytes_differing(mine.encode(), example.plain)
-        wanted = [names[piece - _TENSORS] for piece in wrong if piece >= _TENSORS]
+                what = f"settings ({shown(list(differences(mine, theirs)))})"
+                found[what] = bytes_differing(mine.encode(), example.plain)
+        wanted = [names[piece - TENSORS] for piece in wrong if piece >= TENSORS]
         fetched = {name: np.empty(arrays[name].size, np.uint8) for name in wanted}
         assert judgement.content is not None
-        expected = dict(zip(names, judgement.content[_TENSORS:], strict=True))
+        expected = dict(zip(names, judgement.content[TENSORS:], strict=True))
         try:
             self._runtime.transfer.fetch(key, fetched, expected, donors)
         except TransferError:
@@ -314,74 +327,3 @@ class Verification:
         """Flip a bit of a parameter, and tell nobody."""
         self.settle()
         flip_bit(self._state.parameters(), member, step)
-
-
-class _Row:
-    """What one rank holds: digests of its pieces, the plain values themselves, and, not compared,
-    the trail of its settings."""
-
-    def __init__(
-        self, structure: bytes, trail: bytes, plain: bytes, digests: Sequence[bytes]
-    ) -> None:
-        self.structure, self.trail, self.plain, self.digests = structure, trail, plain, digests
-
-    @property
-    def pieces(self) -> tuple[bytes, ...]:
-        return (self.structure, xxhash.xxh3_128_digest(self.plain), *self.digests)
-
-    def encode(self) -> np.ndarray:
-        """uint8[n]."""
-        head = len(self.digests).to_bytes(8, "little") + self.trail + self.structure
-        return np.frombuffer(b"".join([head, *self.digests, self.plain]), np.uint8)
-
-    @classmethod
-    def decode(cls, data: np.ndarray) -> _Row:
-        raw = data.tobytes()
-        count, begin = int.from_bytes(raw[:8], "little"), 8 + _TRAIL_BYTES
-        start = begin + _DIGEST_BYTES
-        stop = start + count * _DIGEST_BYTES
-        digests = [raw[i : i + _DIGEST_BYTES] for i in range(start, stop, _DIGEST_BYTES)]
-        return cls(raw[begin:start], raw[8:begin], raw[stop:], digests)
-
-
-def _beyond_repair(
-    judgement: Judgement, rows: Mapping[int, _Row], before: Mapping[int, _Row]
-) -> bool:
-    """Whether nothing but settings differs any more, and a repair has left them as they were. The
-    same on all ranks, since it follows from the rows."""
-    return all(
-        wrong == (_PLAIN,) and who in before and rows[who].plain == before[who].plain
-        for who, wrong in judgement.deviating.items()
-    )
-
-
-def _bytes_differing(old: bytes, new: bytes) -> int:
-    return sum(a != b for a, b in zip(old, new, strict=False)) + abs(len(old) - len(new))
-
-
-def _shown(names: Sequence[str], separator: str = ", ") -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return separator.join(names[:_NAMES_SHOWN]) + more
-
-
-def _no_majority(
-    round_: int, judgement: Judgement, names: Sequence[str], rows: Mapping[int, _Row]
-) -> str:
-    known = {_STRUCTURE: "what tensors there are", _PLAIN: "settings"}
-    pieces = [
-        known.get(piece) or (names[piece - _TENSORS] if piece - _TENSORS < len(names) else "more")
-        for piece in judgement.pieces
-    ]
-    groups = " | ".join(", ".join(map(str, group)) for group in judgement.groups)
-    hint = ""
-    if _PLAIN in judgement.pieces:
-        texts = list(dict.fromkeys(rows[group[0]].plain.decode() for group in judgement.groups))
-        hint = f". Settings that differ: {_shown(list(differences(*texts[:2])))}; {_SCHEDULERS}"
-    elif len({row.trail for row in rows.values()}) > 1:
-        hint = f". Settings have differed in a round before; {_SCHEDULERS}"
-    return (
-        f"the replicas differ after round {round_}, and no state is held by more than half of the"
-        f" members: {groups} differ in {_shown(pieces)}. Go on from a checkpoint; if they differ"
-        " from the start on, call broadcast_parameters and broadcast_optimizer_state first."
-        f" verify_every=0 lets them differ{hint}"
-    )

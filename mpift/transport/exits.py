@@ -59,10 +59,12 @@ def code_of(argument: object) -> int:
 
 
 class Exits:
-    """Watches every way out of the interpreter while installed; ``remove`` restores them."""
+    """Watches every way out of the interpreter while installed; ``remove`` restores them.
+    ``device_fault`` gives words for an uncaught exception that a failed device has raised."""
 
-    def __init__(self, last_words: LastWords) -> None:
+    def __init__(self, last_words: LastWords, device_fault: Callable[[BaseException], str]) -> None:
         self._last_words = last_words
+        self._device_fault = device_fault
         self._pid = os.getpid()  # forked children of the script end as they like
         self._code = 0
         self._text = ""
@@ -117,6 +119,8 @@ class Exits:
         self._saved["excepthook"](kind, error, trace)
         if os.getpid() == self._pid:
             reason = "".join(traceback.format_exception_only(kind, error)).strip()
+            if fault := self._device_fault(error):
+                reason = f"a device has failed: {fault} ({reason})"
             code = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
             self._end(code, reason, "".join(traceback.format_exception(kind, error, trace)))
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from mpift.config import Config
 from mpift.core.membership import initial_view
 from mpift.errors import TransportError
-from mpift.transport import processes
+from mpift.transport import processes, startup
 from mpift.transport.processes import ProcessIdentity
-from mpift.transport.world import Rebuilt, Report, Witness
+from mpift.transport.world import MpiWorld, Rebuilt, Report, Witness
 
 
 class _Done:
@@ -93,3 +94,9 @@ class SoloWorld:
 
     def abort(self, code: int) -> None:
         raise TransportError(f"a single process cannot abort a job (code {code})")
+
+
+def make_world(comm: Any, config: Config, lanes: int) -> MpiWorld | SoloWorld:
+    """The world of this process: MPI's, or one of its own where nobody has launched it with MPI."""
+    alone = comm is None and not startup.under_launcher() and not startup.loaded()
+    return SoloWorld(lanes) if alone else MpiWorld(comm, config, lanes)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mpift
-from mpift.reduction import compressed
+from mpift.reduction import compressed_arrays
 from mpift.reduction.codecs import Compressor
 
 STEPS = 30
@@ -27,7 +27,7 @@ def sums(type_: str, threshold: float) -> dict[str, Any]:
     """Sums of each kind through one compressor."""
     comm = mpift.Communicator(compressor=Compressor(type_, threshold))
     rank = comm.rank
-    compressed.PART_ELEMENTS = 1000  # several parts an array
+    compressed_arrays.PART_ELEMENTS = 1000  # several parts an array
     large = comm.allreduce(np.linspace(-1, 1, 4501, dtype=np.float32) * (rank + 1))
     seen = {
         "large": float(np.abs(large - np.linspace(-1, 1, 4501) * 6).max()),

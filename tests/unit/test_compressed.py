@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpift.reduction import compressed
+from mpift.reduction import compressed, compressed_arrays
 from mpift.reduction.codecs import Codec, Half, Plain, Threshold
-from mpift.reduction.compressed import CompressedArray, CompressedSum
+from mpift.reduction.compressed import CompressedSum
+from mpift.reduction.compressed_arrays import CompressedArray
 from mpift.transport.lane import Started
 
 CODECS = [Half("fp16"), Half("bf16"), Threshold(0.3), Plain()]
@@ -435,7 +436,7 @@ def test_plain_ranges_out_of_order_or_bounds_are_refused(ranges: list[tuple[int,
 def test_an_array_is_summed_part_by_part_by_those_that_are_still_there(
     codec: Codec, dtype: type, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed, "PART_ELEMENTS", 10)
+    monkeypatch.setattr(compressed_arrays, "PART_ELEMENTS", 10)
     network, comms = network_of(3, 0)
     elements = int(np.prod(shape, dtype=int))
     arrays = [

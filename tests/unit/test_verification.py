@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpift.core.verification import KEPT_CHECKS, Digest, Digests, Mismatch, judge
-from mpift.torch.verification import _beyond_repair, _no_majority, _Row
+from mpift.torch.rows import Row, beyond_repair, no_majority
 
 MEMBERS = frozenset({0, 2, 3})
 
@@ -72,6 +72,15 @@ def test_half_is_no_majority_whoever_the_others_are() -> None:
         assert judgement.groups == groups
 
 
+def test_who_knows_that_it_is_damaged_has_no_vote_and_gives_way() -> None:
+    judgement = judge({0: A, 1: B}, damaged=frozenset({1}))
+    assert judgement.content == A
+    assert judgement.deviating == {1: (2,)}
+    assert judge({0: A, 1: B, 2: B}, damaged=frozenset({1, 2})).content == A
+    assert judge({0: A, 1: A}, damaged=frozenset({0, 1})).content is None
+    assert judge({0: A, 1: B, 2: C}, damaged=frozenset({2})).content is None
+
+
 def test_two_that_deviate_differently_from_three_both_give_way() -> None:
     judgement = judge({0: B, 1: A, 2: A, 3: A, 4: C})
     assert judgement.content == A
@@ -100,15 +109,15 @@ def test_a_content_is_held_by_more_than_half_and_by_all_who_do_not_deviate(
 # -- settings --------------------------------------------------------------------------------------
 
 
-def row(lr: float, weight: bytes = b"w" * 16, trail: bytes = b"t" * 8) -> _Row:
+def row(lr: float, weight: bytes = b"w" * 16, trail: bytes = b"t" * 8) -> Row:
     settings = json.dumps([[{"lr": lr}], []]).encode()
-    return _Row.decode(_Row(b"s" * 16, trail, settings, [weight]).encode())
+    return Row.decode(Row(b"s" * 16, trail, settings, [weight]).encode())
 
 
-def said_of(*rows: _Row) -> str:
+def said_of(*rows: Row) -> str:
     table = dict(enumerate(rows))
     judgement = judge({who: each.pieces for who, each in table.items()})
-    return _no_majority(7, judgement, ["weight"], table)
+    return no_majority(7, judgement, ["weight"], table)
 
 
 def test_without_a_majority_settings_are_named_if_they_may_be_the_reason() -> None:
@@ -123,10 +132,10 @@ def test_without_a_majority_settings_are_named_if_they_may_be_the_reason() -> No
 
 
 def test_beyond_repair_is_what_nothing_but_settings_differs_in_after_a_repair() -> None:
-    def is_beyond(now: _Row, before: _Row | None) -> bool:
+    def is_beyond(now: Row, before: Row | None) -> bool:
         rows = {0: row(0.1), 1: row(0.1), 2: now}
         judgement = judge({who: each.pieces for who, each in rows.items()})
-        return _beyond_repair(judgement, rows, {} if before is None else {2: before})
+        return beyond_repair(judgement, rows, {} if before is None else {2: before})
 
     assert is_beyond(row(0.2), row(0.2))
     assert is_beyond(row(0.2), row(0.2, b"v" * 16))  # its tensors were repaired
