@@ -98,14 +98,15 @@ def loss_of(model: nn.Module, pieces: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def bits_per_character(model: nn.Module, data: TensorDataset) -> float:
+    device = next(model.parameters()).device
     batches = data.tensors[0].split(64)
-    total = sum(len(batch) * loss_of(model, batch).item() for batch in batches)
+    total = sum(len(batch) * loss_of(model, batch.to(device)).item() for batch in batches)
     return total / len(data) / math.log(2)
 
 
 @torch.no_grad()
 def continue_text(model: nn.Module, start: str, length: int, temperature: float = 0.8) -> str:
-    text = torch.tensor([list(start.encode())])
+    text = torch.tensor([list(start.encode())], device=next(model.parameters()).device)
     for _ in range(length):
         logits = model(text[:, -CONTEXT:])[:, -1]
         following = torch.multinomial((logits / temperature).softmax(1), 1)
@@ -131,6 +132,7 @@ def train(
     data: TensorDataset,
     options: argparse.Namespace,
 ) -> None:
+    device = next(model.parameters()).device
     schedule = make_schedule(optimizer, options.steps)
     sampler = hvd.ElasticSampler(data, seed=options.seed)
     loader = DataLoader(data, batch_size=options.batch_size, sampler=sampler)
@@ -140,7 +142,7 @@ def train(
         epoch += 1
         for (pieces,) in loader:
             optimizer.zero_grad()
-            loss = loss_of(model, pieces)
+            loss = loss_of(model, pieces.to(device))
             loss.backward()
             # Before it, the gradients are still this rank's own, and would be averaged unclipped.
             optimizer.synchronize()
@@ -160,12 +162,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verify-every", type=int, help="rounds between comparisons of replicas")
+    parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="default: the best here")
     options = parser.parse_args()
 
     hvd.init()
+    device = hvd.device(options.device)
     torch.manual_seed(options.seed + hvd.rank())
     training_data, held_out = load_data()
-    model = CharGpt()
+    model = CharGpt().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     optimizer = hvd.DistributedOptimizer(
         optimizer,

@@ -5,10 +5,12 @@
     mpift run -np 4 --chaos slow:1@20-60:0.3 python examples/digits.py --patience adaptive
     mpift run -np 4 --chaos flip:2@40 python examples/digits.py --verify-every 10
     mpift run -np 4 python examples/digits.py --checkpoints out/digits
+    mpift run -np 4 python examples/digits.py --device npu
 
-The last one goes on where it was when it is started again, with any number of ranks.
+The one with checkpoints goes on where it was when it is started again, with any number of ranks.
 
-Ranks may die, be late or lose a bit on the way: the loop below has no code for that.
+Ranks may die, be late or lose a bit on the way: the loop below has no code for that. A step is a
+function, so that it can be made again if the device fails.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    images, labels = data.tensors
+    device = next(model.parameters()).device
+    images, labels = (tensor.to(device) for tensor in data.tensors)
     model.eval()
     with torch.no_grad():
         right = (model(images).argmax(1) == labels).float().mean().item()
@@ -87,14 +90,16 @@ def main() -> None:
     parser.add_argument("--patience", help="seconds to wait for late ranks, or adaptive")
     parser.add_argument("--late", choices=("carry", "drop"), help="what becomes of late gradients")
     parser.add_argument("--verify-every", type=int, help="rounds between comparisons of replicas")
+    parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="default: the best here")
     parser.add_argument("--checkpoints", help="directory to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=40, help="steps between checkpoints")
     arguments = parser.parse_args()
 
     hvd.init()
+    device = hvd.device(arguments.device)
     torch.manual_seed(arguments.seed + hvd.rank())
     train, test = load_data()
-    model = build_model()
+    model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
@@ -122,14 +127,18 @@ def main() -> None:
         checkpoints.restore(state=state)
         checkpoints.follow(optimizer, state)
 
+    @hvd.retry_on_device_fault(optimizer)
+    def step(images: torch.Tensor, labels: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
     for epoch in range(sampler.epoch, arguments.epochs):
         sampler.set_epoch(epoch)
         for images, labels in hvd.rounds(loader):
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            hvd.report(loss=round(loss.item(), 4))
+            hvd.report(loss=round(step(images, labels), 4))
 
     if checkpoints is not None:
         hvd.report(checkpoint_identical=first_checkpoint_is_identical(checkpoints))

@@ -29,12 +29,14 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, help="versions that a gradient may be behind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-least", type=float, default=0.93, help="accuracy to reach")
+    parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="default: the best here")
     arguments = parser.parse_args()
 
     hvd.init()
+    device = hvd.device(arguments.device)
     torch.manual_seed(arguments.seed + hvd.rank())
     train, test = load_data()
-    model = build_model()
+    model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, arguments.epochs * 2 // 3 or 1, 0.3)
     optimizer = hvd.AsyncDistributedOptimizer(
@@ -48,7 +50,7 @@ def main() -> int:
     for _ in range(arguments.epochs):
         for _, (images, labels) in zip(range(steps), loader, strict=False):
             optimizer.zero_grad()
-            loss = functional.cross_entropy(model(images), labels)
+            loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             hvd.report(loss=round(loss.item(), 4))

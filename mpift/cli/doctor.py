@@ -1,7 +1,8 @@
 """``mpift doctor``: what is in effect here, and what is wrong with this machine.
 
-It only looks: it starts no rank, loads neither MPI nor torch, and changes nothing. A check is one
-line that says ok, warning or problem, what was found, and what to do.
+It only looks: it starts no rank, loads neither MPI nor torch, and changes nothing (``--devices``
+has a process of its own load torch, see ``doctor_devices``). A check is one line that says ok,
+warning or problem, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ TORCH_OLDEST = (2, 4)
 ConfigOnly = Annotated[
     bool, typer.Option("--config", help="Only the settings in effect, and the source of each.")
 ]
+Devices = Annotated[
+    bool,
+    typer.Option("--devices", help="Look at the NPUs and GPUs too; it takes some seconds."),
+]
 Nodes = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Settings as on N nodes, for the preset.")
 ]
@@ -51,7 +56,12 @@ class Check:
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-def command(config: ConfigOnly = False, nodes: Nodes = None, json_file: JsonFile = None) -> int:
+def command(
+    config: ConfigOnly = False,
+    devices: Devices = False,
+    nodes: Nodes = None,
+    json_file: JsonFile = None,
+) -> int:
     """Show the settings in effect, and check this machine.
 
     Exits with 1 if there is a problem, with 2 if a setting is wrong.
@@ -63,6 +73,12 @@ def command(config: ConfigOnly = False, nodes: Nodes = None, json_file: JsonFile
 
     settings: Config | None = None
     checks = [] if config else machine_checks()
+    devices_found: dict[str, Any] | None = None
+    if devices:
+        from mpift.cli import doctor_devices
+
+        device_checks, devices_found = doctor_devices.examine()
+        checks += device_checks
     try:
         settings = Config.load(nodes=nodes)
         checks += [*variable_checks(), *(preset_checks() if nodes is None else [])]
@@ -71,7 +87,7 @@ def command(config: ConfigOnly = False, nodes: Nodes = None, json_file: JsonFile
             raise
         checks.append(Check("settings", "problem", str(error), "correct it where it was given"))
     if json_file is not None:
-        _write(json_file, as_json(settings, nodes, checks))
+        _write(json_file, as_json(settings, nodes, checks, devices_found))
     # Standard output is left to the JSON where that is asked for there.
     console = Console(stderr=json_file == Path("-"), highlight=False)
     if settings is not None:
@@ -115,8 +131,13 @@ def table(config: Config) -> Table:
     return result
 
 
-def as_json(config: Config | None, nodes: int | None, checks: list[Check]) -> dict[str, Any]:
-    """What is found, for machines; ``settings`` is null if one is wrong."""
+def as_json(
+    config: Config | None,
+    nodes: int | None,
+    checks: list[Check],
+    devices: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What is found, for machines; null are wrong settings, and devices nobody asked for."""
     from mpift._version import __version__
     from mpift.config import SETTINGS
 
@@ -134,6 +155,7 @@ def as_json(config: Config | None, nodes: int | None, checks: list[Check]) -> di
         "nodes": nodes,
         "settings": settings,
         "checks": [asdict(check) for check in checks],
+        "devices": devices,
     }
 
 

@@ -108,7 +108,7 @@ NPU_FAULTS = (
     ),
     *_rows(
         Remedy.NODE,
-        "all ranks leave the node; look at `npu-smi info -t health -i CARD` there",
+        "no rank is well off on this node; look at `npu-smi info -t health -i CARD` there",
         (
             507056,
             "a link between the devices of the node failed (HCCS)",

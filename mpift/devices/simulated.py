@@ -10,6 +10,11 @@ import torch
 
 from mpift.devices import backend
 from mpift.devices.faults import Remedy, classify
+from mpift.devices.repair import MemoryState
+
+
+# Uncorrectable errors of memory, which are taken to be in parameters.
+_LASTING = (507053, 507054)
 
 
 def is_simulated(device: torch.device) -> bool:
@@ -28,6 +33,8 @@ def strike(device: torch.device, code: int) -> None:
         return
     fault = classify(RuntimeError(f"NPU function error, error code is {code}"))
     remedy = fault.remedy if fault is not None else Remedy.LEAVE
+    if code in _LASTING:
+        _module().set_uce(device.index or 0, MemoryState.PERSISTENT)
     _module().inject(
         code,
         device=device.index or 0,

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mpift.devices import cann
 from mpift.errors import ConfigError, HostfileError
 from mpift.launch.hostfile import Host, format_hosts
 from mpift.launch.machine import Machine
@@ -89,7 +90,12 @@ def build(options: Options, machine: Machine) -> CommandLine:
     if not local:
         placement = [*placement, *_unless(own, ("--prefix", machine.mpi.prefix))]
         notes.append(f"remote hosts use the MPI under {machine.mpi.prefix}, and {machine.python}")
-    warnings = () if machine.mpi.ulfm else (_no_ulfm(machine),)
+    warnings = [] if machine.mpi.ulfm else [_no_ulfm(machine)]
+    here = not hosts or any(host.name in machine.names for host in hosts)
+    if machine.cann_missing and here and cann.AUTOLOAD_VARIABLE not in options.settings:
+        # Not forwarded: it holds for this node, and others may well have CANN.
+        environment[cann.AUTOLOAD_VARIABLE] = "0"
+        warnings.append(cann.without_cann(machine.cann_missing))
     label = ("--output", "rank") if machine.mpi.version >= (5,) else ("--tag-output",)
     arguments = (
         machine.mpi.mpirun,
@@ -104,7 +110,7 @@ def build(options: Options, machine: Machine) -> CommandLine:
         *(machine.python, "-m", "mpift.launch.guard"),
         *_runnable(options.command, machine.python),
     )
-    return CommandLine(arguments, environment, tuple(notes), warnings)
+    return CommandLine(arguments, environment, tuple(notes), tuple(warnings))
 
 
 # -- where ranks go ----------------------------------------------------------------------------

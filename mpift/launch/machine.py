@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpift.devices import cann
 from mpift.errors import TransportError
 
 _PROBE_SECONDS = 20.0
@@ -39,7 +40,10 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the launcher runs. ``allocated``: a batch system gives the hosts."""
+    """Where the launcher runs. ``allocated``: a batch system gives the hosts.
+
+    ``cann_missing`` is why ``import torch`` would fail over torch_npu here, None if it won't.
+    """
 
     mpi: Mpi
     python: str
@@ -48,6 +52,7 @@ class Machine:
     is_root: bool
     allocated: bool
     environment: Mapping[str, str]
+    cann_missing: str | None = None
 
 
 def look() -> Machine:
@@ -61,6 +66,7 @@ def look() -> Machine:
         is_root=os.geteuid() == 0,
         allocated=any(variable in os.environ for variable in _ALLOCATIONS),
         environment=dict(os.environ),
+        cann_missing=cann.missing_for_torch(),
     )
 
 

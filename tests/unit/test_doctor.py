@@ -128,6 +128,7 @@ def test_machine_output_has_all_values_sources_and_checks(
     for name, entry in found["settings"].items():
         assert (entry["value"], entry["source"]) == (getattr(config, name), config.source(name))
     assert found["nodes"] == 2
+    assert found["devices"] is None  # nobody asked
     assert found["checks"] == [
         {"name": "mpi", "state": "ok", "found": "Open MPI 5.0.8", "advice": ""}
     ]
