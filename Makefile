@@ -30,6 +30,10 @@ export PRTE_ALLOW_RUN_AS_ROOT := 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
+# What the demo computes on; nothing for the best device that there is.
+DEVICE :=
+HAS_NPU := import sys; from mpift.devices import backend; sys.exit(backend.available() != "npu")
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long test-mpio lint format bench clean FORCE
 
@@ -58,11 +62,18 @@ $(READY): setup.py pyproject.toml constraints.txt
 		>$(VENV)/pip.log 2>&1 || { tail -n 30 $(VENV)/pip.log >&2; exit 1; }
 	@pwd > $(READY)
 
-demo: setup ## Train on 4 ranks, kill one, let one hang, finish, and restore (about a minute)
+demo: setup ## Train on 4 ranks, kill one, let one hang, finish, and restore (DEVICE=npu, cuda or cpu)
 	@mkdir -p out/demo
 	@rm -rf out/demo/checkpoints
-	@$(IN_VENV) $(BIN)/mpift run -np 4 --chaos kill:2@50,stop:1@150 --summary out/demo/summary.json \
-		$(BIN)/python examples/digits.py --checkpoints out/demo/checkpoints
+	@faults=kill:2@50,stop:1@150; \
+	if test "$(DEVICE)" = npu && ! $(BIN)/python -c '$(HAS_NPU)'; then \
+		echo 'demo: no NPU can be used here, so one is simulated on the CPU (mpift.testing.npu)'; \
+		$(IN_VENV) $(BIN)/python -m mpift.testing.npu || exit 1; \
+		export MPIFT_NPU_BACKEND=mpift.testing.npu MPIFT_SIMULATED_NPUS=4; \
+		faults=$$faults,device:3@100:507053; \
+	fi; \
+	$(IN_VENV) $(BIN)/mpift run -np 4 --chaos $$faults --summary out/demo/summary.json \
+		$(BIN)/python examples/digits.py --checkpoints out/demo/checkpoints $(DEVICE:%=--device %)
 
 test: setup ## Run the tests (about 16 minutes)
 	@$(IN_VENV) $(BIN)/python -m pytest $(CLUSTERS)

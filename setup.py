@@ -19,6 +19,7 @@ def read_version() -> str:
 
 TORCH = ["torch>=2.4"]
 PLOT = ["matplotlib>=3.8"]
+SIMULATED_NPU = [*TORCH, "ninja>=1.11", "setuptools"]
 EXAMPLES = [*TORCH, "scikit-learn>=1.4"]
 
 setup(
@@ -42,7 +43,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["mpift", "mpift.*"]),
-    package_data={"mpift": ["py.typed"]},
+    package_data={"mpift": ["py.typed"], "mpift.testing.npu": ["source/*"]},
     python_requires=">=3.10",
     install_requires=[
         "h5py>=3.10",
@@ -72,6 +73,7 @@ setup(
         "test": [
             *EXAMPLES,
             *PLOT,
+            *SIMULATED_NPU,
             "safetensors>=0.4",
             "hypothesis>=6.100",
             "mypy>=1.11",
@@ -80,6 +82,8 @@ setup(
             "pytest-xdist>=3.6",
             "ruff>=0.6",
         ],
+        # `mpift.testing.npu`, which is built where it is used; that needs a C++ compiler, too.
+        "simulated-npu": SIMULATED_NPU,
         "docs": ["mkdocs>=1.6"],
     },
     entry_points={"console_scripts": ["mpift = mpift.cli:main"]},

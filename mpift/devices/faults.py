@@ -175,12 +175,12 @@ NPU_FAULTS = (
 CUDA_FAULTS = (
     *_rows(
         Remedy.NODE,
-        "all ranks leave the node; look at `nvidia-smi nvlink -e` there",
+        "no rank is well off on this node; look at `nvidia-smi nvlink -e` there",
         (None, "uncorrectable error of NVLink", ("uncorrectable NVLink error",)),
     ),
     *_rows(
         Remedy.NODE,
-        "all ranks leave the node; look at the driver and at nvidia-fabricmanager there",
+        "no rank is well off on this node; look at the driver and at nvidia-fabricmanager there",
         (
             None,
             "the driver does not fit, or is not ready",
@@ -243,7 +243,7 @@ NVIDIA_FAULTS = (
     ),
     *_rows(
         Remedy.NODE,
-        "all ranks leave the node; restart it, or reload its driver",
+        "no rank is well off on this node; restart it, or reload its driver",
         (None, "the driver was exchanged under it", ("Driver/library version mismatch",)),
     ),
 )

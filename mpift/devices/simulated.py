@@ -12,7 +12,6 @@ from mpift.devices import backend
 from mpift.devices.faults import Remedy, classify
 from mpift.devices.repair import MemoryState
 
-
 # Uncorrectable errors of memory, which are taken to be in parameters.
 _LASTING = (507053, 507054)
 

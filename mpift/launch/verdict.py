@@ -184,9 +184,10 @@ def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[
 
 
 def _seconds(recoveries: Sequence[Recovery], deaths: bool) -> list[float]:
-    """Of faults that cost the job a rank: by deaths, or by whatever is no death by itself."""
+    """Of faults that cost the job a rank: by deaths, or by whatever is no death by itself. A rank
+    whose device is lost leaves as soon as it knows, so that counts as a death."""
     return [
         round(r.seconds, _DIGITS)
         for r in recoveries
-        if r.seconds is not None and r.fault.fault.startswith("kill") == deaths
+        if r.seconds is not None and r.fault.fault.startswith(("kill", "device")) == deaths
     ]

@@ -7,7 +7,8 @@ import warnings
 import torch
 
 from mpift import runtime
-from mpift.devices import backend
+from mpift.devices import backend, simulated
+from mpift.observe import lines
 
 
 def epoch() -> int:
@@ -36,6 +37,8 @@ def device(kind: str | None = None) -> torch.device:
     """
     seat, seats = runtime.current().launch_seat
     found = backend.select(kind, seat)
+    if simulated.is_simulated(found) and runtime.current().rank == 0:
+        lines.note(f"{found} is simulated on the CPU ({backend.npu_backend()})")
     if (
         found.type != "cpu"
         and seat == 0

@@ -12,7 +12,6 @@ import contextlib
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpift import runtime
