@@ -135,8 +135,7 @@ class AcceleratorCarrier:
         held = self._take_placed()
 
         def deliver() -> None:
-            with self._module.device(self._device):
-                self._sent.synchronize()
+            backend.wait_for(self._sent, self._device)
             for run, arrived in arrivals:
                 part = host[run.start : run.stop]
                 if add:
@@ -214,8 +213,7 @@ class AcceleratorCarrier:
 
     def settle(self) -> None:
         if self._fetching:
-            with self._module.device(self._device):
-                self._returned.synchronize()
+            backend.wait_for(self._returned, self._device)
 
 
 def _runs(slots: Sequence[tuple[int, int]], travels: Sequence[torch.dtype | None]) -> Iterator[Run]:

@@ -4,123 +4,92 @@ Every kind of device has one class that fits ``AcceleratorProbe``; ``accelerator
 one for this machine. Nothing here loads torch or creates a context on a device: a probe must also
 work in a process that never computes. Calls into a driver may block while a device is failing, so
 whoever samples regularly does it on a thread apart (``probes.HostProbe`` does).
+
+A probe tells faults; what is short of one (memory errors that were corrected, heat, a lost link)
+it only reads, and ``core.health`` judges it over time.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from mpift.devices import cann
+
+# As ``backend`` has it, which loads torch.
+NPU_BACKEND_VARIABLE = "MPIFT_NPU_BACKEND"
 
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorState:
-    """One reading of one device; shares from 0 to 1, None where the driver does not tell.
+    """One reading of one device; shares from 0 to 1, None where nobody tells.
 
-    ``use`` is the share of time in which the device computed. ``words`` names the device and, when
-    ``healthy`` is false, says what is wrong.
+    ``healthy`` is False for a fault, None where the driver does not say. ``words`` name the device
+    and say what is wrong or why it is unknown; ``warning`` says what is less than a fault, "" if
+    there is nothing. ``device`` is the name alone.
+
+    ``use`` is the share of time in which the device computed. Errors are of its memory, counted
+    since a moment of the driver's choice. ``link_up`` is its network port (NPU) or all its links
+    to other devices (CUDA). ``temperature_limit_celsius`` is where it slows down to cool.
     """
 
-    healthy: bool
+    healthy: bool | None
     words: str
     use: float | None = None
     memory: float | None = None
     temperature_celsius: float | None = None
+    temperature_limit_celsius: float | None = None
+    power_watts: float | None = None
+    corrected_errors: int | None = None
+    uncorrected_errors: int | None = None
+    link_up: bool | None = None
+    error_codes: tuple[str, ...] = ()
+    warning: str = ""
+    device: str = ""
 
 
 class AcceleratorProbe(Protocol):
     """Reads the state of one device."""
 
+    @property
+    def spacing_seconds(self) -> float:
+        """A reading is worth its cost at most this often."""
+
     def sample(self) -> AcceleratorState:
         """The device's state now. It never raises for a fault of the device: it reports it."""
 
 
-class NvmlProbe:
-    """A CUDA device through NVIDIA's management library; ``nvml`` is its module, initialized.
+class ErrorsOfThisJob:
+    """How many errors came since the first count that was seen.
 
-    ``device`` is what ``CUDA_VISIBLE_DEVICES`` holds: an index, or a UUID.
+    Drivers count since they were loaded, or for the life of the device. A count that falls was
+    reset, and goes on from there.
     """
 
-    def __init__(self, nvml: Any, device: str) -> None:
-        self._nvml = nvml
-        if device.isdigit():
-            self._handle = nvml.nvmlDeviceGetHandleByIndex(int(device))
-        else:
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(device)
-        self._name = f"CUDA device {device}"
-        # Counted since the driver was loaded: only what comes on top is this job's fault.
-        self._errors_before = self._uncorrected_errors()
+    def __init__(self) -> None:
+        self._before: int | None = None
 
-    def sample(self) -> AcceleratorState:
-        """See ``AcceleratorProbe``."""
-        nvml = self._nvml
-        try:
-            temperature = self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
-            utilization = self._ask(nvml.nvmlDeviceGetUtilizationRates)
-            memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
-            fault = self._fault()
-        except nvml.NVMLError as error:
-            return AcceleratorState(healthy=False, words=f"{self._name}: {error}")
-        return AcceleratorState(
-            healthy=fault is None,
-            words=self._name if fault is None else f"{self._name}: {fault}",
-            use=None if utilization is None else utilization.gpu / 100,
-            memory=None if memory is None else memory.used / memory.total,
-            temperature_celsius=temperature,
-        )
-
-    def _fault(self) -> str | None:
-        """What the device itself reports, in words; None if it reports nothing."""
-        remapped = self._ask(self._nvml.nvmlDeviceGetRemappedRows)
-        if remapped is not None and remapped[3]:
-            return "a faulty memory row could not be replaced; the device needs service"
-        new = self._uncorrected_errors() - self._errors_before
-        if new > 0:
-            return f"{new} uncorrected memory errors since the job began; reset the device"
-        return None
-
-    def _uncorrected_errors(self) -> int:
-        nvml = self._nvml
-        kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-        return self._ask(nvml.nvmlDeviceGetTotalEccErrors, *kinds) or 0
-
-    def _ask(self, query: Any, *arguments: Any) -> Any:
-        """The answer; None if the driver has none for this model or this user.
-
-        What is left are faults: a device lost, an interrupt that never came, a driver gone.
-        """
-        nvml = self._nvml
-        unanswered = {
-            nvml.NVML_ERROR_NOT_SUPPORTED,
-            nvml.NVML_ERROR_NO_PERMISSION,
-            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-            nvml.NVML_ERROR_NO_DATA,
-        }
-        try:
-            return query(self._handle, *arguments)
-        except nvml.NVMLError as error:
-            if error.value in unanswered:
-                return None
-            raise
+    def of(self, count: int | None) -> int:
+        """Of ``count`` errors, those of this job; 0 where it is unknown."""
+        if count is None:
+            return 0
+        self._before = count if self._before is None else min(self._before, count)
+        return count - self._before
 
 
 def accelerator_probe(local_rank: int = 0) -> AcceleratorProbe | None:
     """The probe for the device of the node's ``local_rank``-th rank; None where there is no device.
 
-    The device is the entry of ``CUDA_VISIBLE_DEVICES`` at that position, counted round, or of all
-    devices where that is not set. CUDA numbers devices by speed and the management library by
-    slot, which is the same on nodes with one model of device or ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+    The device is the entry of ``ASCEND_RT_VISIBLE_DEVICES`` or ``CUDA_VISIBLE_DEVICES`` at that
+    position, counted round, or of all devices where that is not set. An NPU comes first, where
+    npu-smi is found and ``MPIFT_NPU_BACKEND`` does not put another module in torch_npu's place.
     """
-    try:
-        nvml: Any = importlib.import_module("pynvml")  # of the package nvidia-ml-py
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-        everything = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", everything)
-        devices = [name.strip() for name in visible.split(",") if name.strip() not in {"", "-1"}]
-        return NvmlProbe(nvml, devices[local_rank % len(devices)]) if devices else None
-    except nvml.NVMLError:  # no driver, or none of its devices
-        return None
+    # Not at the top: both need the classes above.
+    from mpift.devices import npu_smi, nvml
+
+    if (os.environ.get(NPU_BACKEND_VARIABLE) or cann.TORCH_NPU) == cann.TORCH_NPU:
+        npu = npu_smi.probe(local_rank)
+        if npu is not None:
+            return npu
+    return nvml.probe(local_rank)

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import time
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ NPU_NAMES = (
 
 # With it torch_npu turns an error of the device into a warning, and training goes on with garbage.
 _RESUME_VARIABLE = "RESUME_MODE_ENABLE"
+# Between two looks at an event, and between two at whether the device still takes work.
+_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 2e-5, 5e-4
+_LOOK_SECONDS = 1.0
 _OFF = ("", "0", "false", "off", "no")
 
 
@@ -88,11 +92,13 @@ def _load_npu() -> None:
 
 def _not_loadable(name: str, error: ImportError) -> str:
     """Why no NPU can be used, and what to do."""
+    minor = ".".join(torch.__version__.split(".")[:2])
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         if name == TORCH_NPU:
             return (
                 "NPUs need the package torch_npu, which is not installed: pip install"
-                f" torch_npu=={torch.__version__.partition('+')[0]} (the version of torch)"
+                f" 'torch_npu=={minor}.*', of the same minor version as torch; releases of it may"
+                " ask for another patch version of torch"
             )
         return f"{NPU_BACKEND_VARIABLE} names the module {name!r}, which is not installed"
     if ".so" in str(error):
@@ -149,6 +155,25 @@ def select(kind: str | None, local_rank: int) -> torch.device:
 def of(device: torch.device) -> Any:
     """The module of the kind of an accelerator that a tensor is on, so one that is loaded."""
     return getattr(torch, device.type)
+
+
+def wait_for(event: Any, device: torch.device) -> None:
+    """Return once ``event``, recorded on a stream of ``device``, has come. Errors of the device are
+    raised, as torch's ``RuntimeError``.
+
+    It is asked for again and again: with torch_npu a wait for an event may never return once a
+    kernel before it has failed. A failed device refuses new work, and that tells.
+    """
+    accelerator = of(device)
+    pause, look_at = _PAUSE_SECONDS, time.monotonic() + _LOOK_SECONDS
+    with accelerator.device(device):  # a thread's first call to a device has to say which
+        while not event.query():
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+            if time.monotonic() > look_at:
+                accelerator.Event().record()
+                look_at = time.monotonic() + _LOOK_SECONDS
+        event.synchronize()  # at once; raises what it has come to
 
 
 def pinned(length: int, dtype: torch.dtype) -> torch.Tensor:

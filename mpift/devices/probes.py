@@ -4,7 +4,8 @@
 asks for new ones, and neither reads a file nor waits. The reading is done by up to three daemon
 threads, one each for the kernel's counters, the checkpoint file system, and the accelerator: a
 dead file server or a failing driver can hold a call for ever. Then that thread is lost, and what
-it would have read is unknown (None); nothing else notices.
+it would have read is unknown (None); nothing else notices. That a driver does not answer is itself
+something to know of the device, and told as such.
 
 Everything is read in ways that let go of the interpreter's lock while the kernel is busy. That is
 why link speeds come from /sys: psutil's system call keeps the lock, and may wait for another's.
@@ -22,7 +23,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import psutil
 
-from mpift.core.health import Metrics
+from mpift.core.health import Device, Metrics
 from mpift.devices import cgroups
 from mpift.devices.accelerators import AcceleratorProbe, AcceleratorState
 
@@ -30,7 +31,6 @@ from mpift.devices.accelerators import AcceleratorProbe, AcceleratorState
 # bothered by health checks, and rates over less than a second are noise.
 HOST_SPACING_SECONDS = 1.0
 DISK_SPACING_SECONDS = 10.0
-ACCELERATOR_SPACING_SECONDS = 2.0
 # A reading that is out for longer is unknown.
 PATIENCE_SECONDS = 20.0
 
@@ -71,9 +71,11 @@ class HostProbe:
         if directory is not None:
             here = directory.absolute()
             self._disk = Background("disk", lambda: disk_share(here), DISK_SPACING_SECONDS)
+        self._probe = accelerator
+        self._device = "accelerator"  # its name, once it is known
         if accelerator is not None:
             self._accelerator = Background(
-                "accelerator", accelerator.sample, ACCELERATOR_SPACING_SECONDS
+                "accelerator", accelerator.sample, accelerator.spacing_seconds
             )
 
     def sample(self, now: float) -> Metrics:
@@ -84,15 +86,32 @@ class HostProbe:
         """
         host = self._host.latest(now) or HostReading(None, None, None)
         disk = self._disk.latest(now) if self._disk else None
-        state = self._accelerator.latest(now) if self._accelerator else None
+        state, device = self._accelerator_state(now)
         return Metrics(
             cpu=host.cpu,
             memory=host.memory,
             disk=disk,
             network=host.network,
             accelerator=state.use if state else None,
-            accelerator_fault=state.words if state and not state.healthy else None,
+            accelerator_fault=state.words if state and state.healthy is False else None,
+            device=device,
         )
+
+    def _accelerator_state(self, now: float) -> tuple[AcceleratorState | None, Device | None]:
+        """As the probe gave it, and what the health check makes use of."""
+        if self._accelerator is None or self._probe is None:
+            return None, None
+        state = self._accelerator.latest(now)
+        # A probe may find a cheaper way than it had at first.
+        self._accelerator.spacing_seconds = self._probe.spacing_seconds
+        if state is not None:
+            self._device = state.device or self._device
+            return state, _device(state)
+        seconds = self._accelerator.out_for(now)
+        if seconds <= PATIENCE_SECONDS:
+            return None, None  # no reading yet
+        warning = f"its driver has not answered for {seconds:.0f} s"
+        return None, Device(name=self._device, warning=warning)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Until all readings that were asked for are there; whether they are."""
@@ -117,8 +136,8 @@ class Background(Generic[T]):
     def __init__(self, name: str, read: Callable[[], T], spacing_seconds: float) -> None:
         self.idle = threading.Event()  # set while no reading is out
         self.idle.set()
+        self.spacing_seconds = spacing_seconds
         self._read = read
-        self._spacing_seconds = spacing_seconds
         self._value: T | None = None
         self._asked_at: float | None = None
         self._wanted = threading.Event()
@@ -128,11 +147,15 @@ class Background(Generic[T]):
     def latest(self, now: float) -> T | None:
         """The last result, and ask for the next; None while a reading is out for too long."""
         if self.idle.is_set():
-            if self._asked_at is None or now - self._asked_at >= self._spacing_seconds:
+            if self._asked_at is None or now - self._asked_at >= self.spacing_seconds:
                 self._ask(now)
-        elif self._asked_at is not None and now - self._asked_at > PATIENCE_SECONDS:
+        elif self.out_for(now) > PATIENCE_SECONDS:
             return None
         return self._value
+
+    def out_for(self, now: float) -> float:
+        """Seconds for which the present reading is out; 0 if there is none."""
+        return 0.0 if self.idle.is_set() or self._asked_at is None else now - self._asked_at
 
     def close(self) -> None:
         """End the thread, once the reading that is out comes back."""
@@ -159,6 +182,17 @@ class Background(Generic[T]):
             except (OSError, psutil.Error):
                 self._value = None
             self.idle.set()
+
+
+def _device(state: AcceleratorState) -> Device:
+    return Device(
+        name=state.device or "accelerator",
+        corrected_errors=state.corrected_errors,
+        temperature_celsius=state.temperature_celsius,
+        temperature_limit_celsius=state.temperature_limit_celsius,
+        link_up=state.link_up,
+        warning=state.warning,
+    )
 
 
 def disk_share(directory: Path) -> float | None:

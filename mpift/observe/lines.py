@@ -29,11 +29,6 @@ def subscriber(environment: Mapping[str, str] = os.environ) -> Callable[[events.
     return write
 
 
-def note(text: str) -> None:
-    """One line on stderr that is no warning."""
-    _print(f"mpift: {text}")
-
-
 def warn(text: str) -> None:
     """One line of warning on stderr."""
     _print(f"mpift: warning: {text}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
 
 from mpift import runtime
 from mpift.devices import backend, simulated
-from mpift.observe import lines
 
 
 def epoch() -> int:
@@ -38,7 +38,7 @@ def device(kind: str | None = None) -> torch.device:
     seat, seats = runtime.current().launch_seat
     found = backend.select(kind, seat)
     if simulated.is_simulated(found) and runtime.current().rank == 0:
-        lines.note(f"{found} is simulated on the CPU ({backend.npu_backend()})")
+        print(f"mpift: {found} is simulated on the CPU ({backend.npu_backend()})", file=sys.stderr)
     if (
         found.type != "cpu"
         and seat == 0

@@ -61,6 +61,7 @@ class Detection:
         world = service.world
         self._health = Health(_limits(config))
         self._told_band = Band.HEALTHY
+        self._told_of_device = False
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_timeout)
         self._stalled = False  # by the coordinator's word
         self._unblocked = 0  # looks at others in rebuilds that last
@@ -173,9 +174,11 @@ class Detection:
         if band is self._told_band:
             return
         self._told_band = band
+        # Of the node one rank tells; of devices each of its own.
+        own, self._told_of_device = health.is_of_device or self._told_of_device, health.is_of_device
         identities = self._service.world.identities
         here = identities[self._service.world.member]
-        if self._is_first_of_node(here.member):
+        if own or self._is_first_of_node(here.member):
             self._hooks.emit(
                 events.HealthChanged,
                 here.host,

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpift.core.health import Metrics
-from mpift.devices import accelerators, cgroups, probes
-from mpift.devices.accelerators import AcceleratorState, accelerator_probe
+from mpift.core.health import Device, Metrics
+from mpift.devices import cgroups, probes
+from mpift.devices.accelerators import AcceleratorState
 from mpift.devices.probes import (
     PATIENCE_SECONDS,
     Background,
@@ -138,6 +138,100 @@ def test_a_reading_that_fails_is_unknown_and_the_next_one_counts_again() -> None
         assert reading.latest(2.0) == 0.3
     finally:
         reading.close()
+
+
+def test_a_driver_that_does_not_answer_is_told_of_its_device() -> None:
+    hanging, release = threading.Event(), threading.Event()
+    first = AcceleratorState(healthy=True, words="NPU 3", device="NPU 3", temperature_celsius=50)
+    states = iter([first])
+
+    class Device3:
+        spacing_seconds = 1.0
+
+        def sample(self) -> AcceleratorState:
+            state = next(states, None)
+            if state is None:
+                hanging.set()
+                release.wait()
+            return state or first
+
+    probe = HostProbe(None, accelerator=Device3())
+    try:
+        assert probe.sample(0.0).device is None  # nothing is known yet
+        assert probe.wait(WAIT_SECONDS)
+        told = probe.sample(2.0)
+        assert told.device == Device(name="NPU 3", temperature_celsius=50)
+        assert hanging.wait(WAIT_SECONDS)
+        assert probe.sample(2.0 + PATIENCE_SECONDS).device == told.device
+        metrics = probe.sample(12.0 + PATIENCE_SECONDS)
+        assert metrics.device == Device(
+            name="NPU 3", warning="its driver has not answered for 30 s"
+        )
+        assert metrics.accelerator_fault is None
+        release.set()
+        assert probe.wait(WAIT_SECONDS)
+        assert probe.sample(13.0 + PATIENCE_SECONDS).device == told.device
+    finally:
+        release.set()
+        probe.close()
+
+
+def test_a_device_fault_and_what_may_become_one_reach_the_metrics() -> None:
+    class BrokenDevice:
+        spacing_seconds = 1.0
+
+        def sample(self) -> AcceleratorState:
+            return AcceleratorState(
+                healthy=False,
+                words="NPU 3: lost",
+                device="NPU 3",
+                use=0.5,
+                corrected_errors=7,
+                temperature_celsius=99.0,
+                temperature_limit_celsius=105.0,
+                link_up=False,
+                warning="hot",
+            )
+
+    probe = HostProbe(None, accelerator=BrokenDevice())
+    try:
+        probe.sample(0.0)
+        assert probe.wait(WAIT_SECONDS)
+        metrics = probe.sample(1.0)
+        assert (metrics.accelerator, metrics.accelerator_fault) == (0.5, "NPU 3: lost")
+        assert metrics.device == Device(
+            name="NPU 3",
+            corrected_errors=7,
+            temperature_celsius=99.0,
+            temperature_limit_celsius=105.0,
+            link_up=False,
+            warning="hot",
+        )
+        assert metrics.disk is None
+    finally:
+        probe.close()
+
+
+def test_a_device_whose_health_is_unknown_has_no_fault_and_sets_its_own_pace() -> None:
+    class SlowDevice:
+        spacing_seconds = 60.0
+        samples = 0
+
+        def sample(self) -> AcceleratorState:
+            self.samples += 1
+            self.spacing_seconds = 5.0  # it has found a cheaper way
+            return AcceleratorState(healthy=None, words="NPU 3: its tool fails")
+
+    device = SlowDevice()
+    probe = HostProbe(None, accelerator=device)
+    try:
+        for now, samples in ((0.0, 1), (4.0, 1), (5.0, 2)):
+            metrics = probe.sample(now)
+            assert probe.wait(WAIT_SECONDS)
+            assert device.samples == samples
+            assert metrics.accelerator_fault is None
+    finally:
+        probe.close()
 
 
 def test_close_ends_the_threads(tmp_path: Path) -> None:
@@ -307,138 +401,3 @@ def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path) -> None:
     assert cgroups.memory_limits(tmp_path) == []
     assert cgroups.processor_limits(tmp_path) == []
     assert cgroups.memory_share([]) is None
-
-
-class FakeNvmlError(Exception):
-    def __init__(self, value: int) -> None:
-        super().__init__({15: "GPU is lost", 3: "Not Supported"}.get(value, str(value)))
-        self.value = value
-
-
-class FakeNvml:
-    """As much of NVIDIA's ``pynvml`` as a probe uses, for two devices."""
-
-    NVMLError = FakeNvmlError
-    NVML_TEMPERATURE_GPU = 0
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
-    NVML_VOLATILE_ECC = 0
-    NVML_ERROR_NOT_SUPPORTED = 3
-    NVML_ERROR_NO_PERMISSION = 4
-    NVML_ERROR_FUNCTION_NOT_FOUND = 13
-    NVML_ERROR_NO_DATA = 21
-
-    def __init__(self) -> None:
-        self.errors = 5  # from before the job
-        self.remap_failed = 0
-        self.raises: int | None = None
-        self.driver = True
-
-    def nvmlInit(self) -> None:  # noqa: N802 - NVIDIA's name, as those below
-        if not self.driver:
-            raise FakeNvmlError(12)
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
-        return f"#{index}"
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        return uuid
-
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
-        if self.raises is not None:
-            raise FakeNvmlError(self.raises)
-        return 61
-
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(gpu=97, memory=40)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(used=30, total=120)
-
-    def nvmlDeviceGetRemappedRows(self, handle: str) -> tuple[int, int, int, int]:  # noqa: N802
-        return (0, 0, 0, self.remap_failed)
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, counter: int) -> int:  # noqa: N802
-        return self.errors
-
-
-@pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    module = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return module
-
-
-def test_a_cuda_device_tells_its_use_and_that_it_is_well(nvml: FakeNvml) -> None:
-    probe = accelerator_probe(local_rank=3)
-    assert probe is not None
-    assert probe.sample() == AcceleratorState(
-        healthy=True, words="CUDA device 1", use=0.97, memory=0.25, temperature_celsius=61
-    )
-
-
-@pytest.mark.parametrize(
-    ("visible", "name"), [("7,GPU-12ab", "CUDA device GPU-12ab"), (" 4 ", "CUDA device 4")]
-)
-def test_the_device_is_the_one_that_cuda_shows_to_the_rank(
-    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, visible: str, name: str
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    probe = accelerator_probe(local_rank=1)
-    assert probe is not None
-    assert probe.sample().words == name
-
-
-def test_there_is_no_probe_without_a_device_a_driver_or_the_library(
-    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert accelerator_probe() is None
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    nvml.driver = False
-    assert accelerator_probe() is None
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
-    assert accelerator_probe() is None
-
-
-def test_a_device_fault_is_told_in_words_and_errors_from_before_the_job_are_none(
-    nvml: FakeNvml,
-) -> None:
-    probe = accelerator_probe()
-    assert probe is not None
-    assert probe.sample().healthy
-    nvml.errors += 2
-    state = probe.sample()
-    assert (state.healthy, "2 uncorrected memory errors" in state.words) == (False, True)
-    nvml.remap_failed = 1
-    assert "could not be replaced" in probe.sample().words
-    nvml.raises = 15
-    assert probe.sample() == AcceleratorState(healthy=False, words="CUDA device 0: GPU is lost")
-
-
-def test_what_a_model_of_device_cannot_tell_is_unknown_and_no_fault(nvml: FakeNvml) -> None:
-    probe = accelerator_probe()
-    assert probe is not None
-    nvml.raises = nvml.NVML_ERROR_NOT_SUPPORTED
-    state = probe.sample()
-    assert (state.healthy, state.temperature_celsius, state.use) == (True, None, 0.97)
-
-
-def test_a_device_fault_reaches_the_metrics(tmp_path: Path) -> None:
-    class BrokenDevice:
-        def sample(self) -> AcceleratorState:
-            return AcceleratorState(healthy=False, words="device 3: lost", use=0.5)
-
-    device: accelerators.AcceleratorProbe = BrokenDevice()
-    probe = HostProbe(None, accelerator=device)
-    try:
-        probe.sample(0.0)
-        assert probe.wait(WAIT_SECONDS)
-        metrics = probe.sample(1.0)
-        assert (metrics.accelerator, metrics.accelerator_fault) == (0.5, "device 3: lost")
-        assert metrics.disk is None
-    finally:
-        probe.close()
