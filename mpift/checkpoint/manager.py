@@ -103,7 +103,7 @@ class CheckpointManager:
         threads = max(1, (os.cpu_count() or 1) // len(group.seat(whole=False).neighbours))
         self._scribe = Scribe(threads, orphans=group.alone and self._ram is None)
         self._scribe.start()
-        self._slots = Slots(group, self._scribe, self._ram, self._skip)
+        self._slots = Slots(group, self._scribe, self._ram, self._skip, self._news.fail)
         self._saves = Saves(
             group, self._scribe, self.directory, rules, self._slots.paths, self._told
         )

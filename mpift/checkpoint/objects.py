@@ -50,12 +50,14 @@ def part_of(name: str, value: Any, chosen: Callable[[str], bool]) -> Part:
 
 
 class Part:
-    """A plain value: its tensors are restored in place where they fit, and are new elsewhere."""
+    """A plain value: its tensors are restored in place where they fit. Elsewhere they are new, on
+    the device of those that have no room for them."""
 
     def __init__(self, name: str, value: Any, chosen: Callable[[str], bool]) -> None:
         self.name = name
         self.value = value
         self.chosen = chosen
+        self._devices: dict[str, torch.device] = {}  # of new tensors
 
     def is_chosen(self, saved: Any) -> bool:
         """Whether any of what was saved is to be restored."""
@@ -73,11 +75,20 @@ class Part:
 
     def _want(self, placing: Placing, name: str, live: torch.Tensor | None) -> None:
         # Even two tensors of one value may be views of the same memory, and not have been then.
-        placing.want(name, live, owner=id(live))
+        if not placing.want(name, live, owner=id(live)) and live is not None:
+            self._devices[name] = live.device
 
     def put_back(self, placing: Placing, saved: Any, values: dict[str, Any]) -> None:
         """Once the tensors are there: the rest."""
-        values[self.name] = trees.decode(saved, placing.tensor)
+        made: dict[str, torch.Tensor] = {}  # one that is in two places stays one
+
+        def tensor(name: str) -> torch.Tensor:
+            if name not in made:
+                found = placing.tensor(name)
+                made[name] = found.to(self._devices[name]) if name in self._devices else found
+            return made[name]
+
+        values[self.name] = trees.decode(saved, tensor)
 
     def _load(self, load: Callable[..., Any], content: Any, **options: Any) -> None:
         try:

@@ -105,7 +105,8 @@ class Placing:
         self._entries = entries
         self._wanted: dict[str, _Wanted] = {}
         self._taken: dict[int, str] = {}  # by id of a live tensor, for which stored one it is
-        self._owners: dict[tuple[str, int], object] = {}  # of storages, by device and address
+        # Of storages, by device and address: those of two devices may be equal.
+        self._owners: dict[tuple[str, int], object] = {}
         self.blocks_read = 0
         self.blocks_matched = 0
         self.bytes_read = 0
@@ -123,7 +124,7 @@ class Placing:
     def claim(self, live: torch.Tensor, owner: object) -> bool:
         """Whether ``owner`` may write to a tensor: nobody else has claimed its memory before."""
         address = live.untyped_storage().data_ptr()
-        return not address or self._owners.setdefault((live.device.type, address), owner) == owner
+        return not address or self._owners.setdefault((str(live.device), address), owner) == owner
 
     def want(self, name: str, live: torch.Tensor | None = None, owner: object = None) -> bool:
         """Let ``live`` have the stored tensor's content, or a new tensor. Returns False, and makes

@@ -25,8 +25,9 @@ _LOOK_SECONDS = 0.05
 
 class Slots:
     """Its methods are the script's thread's, but ``free``. ``failed`` hears of snapshots that come
-    to nothing: version, reason. ``number`` tells this manager's arenas from those of the process's
-    others, once it is set."""
+    to nothing: version, reason. So does ``lost`` before, of those that ``take`` had begun without
+    an error. ``number`` tells this manager's arenas from those of the process's others, once it is
+    set."""
 
     def __init__(
         self,
@@ -34,11 +35,13 @@ class Slots:
         scribe: Scribe,
         ram: RamTier | None,
         failed: Callable[[int, str], None],
+        lost: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         self._group = group
         self._scribe = scribe
         self._ram = ram
         self._failed = failed
+        self._lost = lost
         self._count = SLOTS if ram is not None else 1
         self._snapshots = Snapshots(lambda slot: self.path(group.member, slot), self._count)
         self._news = threading.Condition()
@@ -85,7 +88,9 @@ class Slots:
         whole: Callable[[Capture], None],
     ) -> None:
         """Copy this rank's share of ``state`` into ``slot``, then call ``whole``: at once, or on
-        another thread once a device has copied its part."""
+        another thread once a device has copied its part. Raises ``CheckpointError`` for a state
+        that can't be saved, ``DeviceError`` and ``OSError`` where there is no memory, or a device
+        fails."""
 
         def begin() -> None:
             if self._ram is not None:
@@ -113,9 +118,11 @@ class Slots:
         try:
             finish()
         except RuntimeError as error:  # what torch makes of a device's fault
+            reason = f"a device could not be read: {error}"
+            self._lost(capture.version, reason)
             self.skip(capture.version)
+            self._failed(capture.version, reason)
             self.free(capture.version)
-            self._failed(capture.version, f"a device could not be read: {error}")
         else:
             whole(capture)
 

@@ -3,6 +3,11 @@
 What all ranks hold alike is cut into shares, one a rank, so that each byte is copied and written
 once; what is a rank's own it copies itself. Training is held for that copy alone: what follows is
 done from the arena by the writer process.
+
+What is on a device is only begun to be copied, beside what the device does next. Parameters and
+optimizer state don't change before the next step, which waits for the copy on the device; a rank's
+own tensors may, as BatchNorm's do in the next forward, so a second copy of those, on the device, is
+what is read. Else no device memory is needed, and of pinned host memory as much as the share.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ from mpift.checkpoint.manifest import order_of
 from mpift.checkpoint.state import Flat, as_bytes, current, flatten
 from mpift.core.saving import Origin
 from mpift.devices import staging
+from mpift.errors import DeviceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,8 @@ class Snapshots:
         begin: Callable[[], None] = lambda: None,
     ) -> Taken:
         """Copy this rank's share of ``state`` into the arena of ``slot``; ``begin`` is called
-        before anything in it is touched."""
+        before anything in it is touched. Raises ``DeviceError`` where a device, its memory or
+        pinned memory fails."""
         flat = flatten(current(state))
         shared = tuple(flat.specs[name] for name in flat.shared_tensors)
         own = tuple(flat.specs[name] for name in flat.own_tensors)
@@ -146,22 +153,31 @@ class Snapshots:
         return arena
 
     def _copy(self, flat: Flat, arena: Arena) -> Callable[[], None] | None:
-        """Copy; what comes from a device is only begun, and what is returned waits for it. A rank's
-        own tensors are few, and may change before the next step: they are waited for here."""
+        """Copy; what comes from a device is only begun, and what is returned waits for it."""
         shared, own = tuple(flat.shared_tensors.values()), tuple(flat.own_tensors.values())
-        on_device = []
-        for tensors, pieces, waits in ((shared, self._shared, False), (own, self._own, True)):
+        on_device: list[staging.Piece] = []
+        may_change: list[staging.Piece] = []
+        for tensors, pieces, there in (
+            (shared, self._shared, on_device),
+            (own, self._own, may_change),
+        ):
             last, data = -1, np.empty(0, np.uint8)
             for piece in pieces:
                 tensor = tensors[piece.tensor]
                 target = arena.data[piece.offset : piece.offset + piece.stop - piece.start]
-                if tensor.device.type != "cpu" and not waits:
-                    on_device.append(staging.Piece(tensor, piece.start, piece.stop, target))
+                if tensor.device.type != "cpu":
+                    there.append(staging.Piece(tensor, piece.start, piece.stop, target))
                     continue
                 if piece.tensor != last:
                     last, data = piece.tensor, as_bytes(tensor)
                 np.copyto(target, data[piece.start : piece.stop])
-        return self._staging.begin(on_device) if on_device else None
+        if not on_device and not may_change:
+            return None
+        try:
+            kept = [replace(piece, tensor=piece.tensor.detach().clone()) for piece in may_change]
+            return self._staging.begin([*on_device, *kept])
+        except RuntimeError as error:  # what torch makes of a device's fault, and of no memory
+            raise DeviceError(f"a device could not be read: {error}") from error
 
     def fence(self) -> None:
         """Somebody is about to write to the tensors: let the copies be done before."""

@@ -30,6 +30,8 @@ RNG = "rng"
 RESERVED = frozenset({"ranks", "_trees", RNG})
 # Modules of torch that may have devices with generators of their own.
 _ACCELERATORS = ("cuda", "npu", "xpu", "mps")
+# Beside their states: which device was the process's own, by kind.
+_CURRENT = "current"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +176,14 @@ def random_states() -> dict[str, Any]:
         module = _initialized(name)
         if module is not None:
             states[name] = _device_states(module)
+            if hasattr(module, "current_device"):
+                states.setdefault(_CURRENT, {})[name] = int(module.current_device())
     return states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Let the generators go on from what ``random_states`` gave; of devices those there are."""
+    """Let the generators go on from what ``random_states`` gave; of devices those there are. The
+    process's own device goes on from its own then, which may have had another number."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(states["torch"])
@@ -191,8 +196,12 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         if not hasattr(module, "get_rng_state_all"):
             module.set_rng_state(states[name][0])
             continue
-        for device, state in enumerate(states[name][: module.device_count()]):
-            module.set_rng_state(state, device)
+        here = int(module.current_device())
+        there = states.get(_CURRENT, {}).get(name, here)
+        for index, state in enumerate(states[name]):
+            device = {there: here, here: there}.get(index, index)
+            if device < module.device_count():
+                module.set_rng_state(state, device)
 
 
 def _initialized(name: str) -> Any:

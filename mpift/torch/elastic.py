@@ -9,6 +9,11 @@ same state the same number. Without a distributed optimizer there are no rounds;
 hand then, if ranks may skip commits. What ranks compare is what training keeps equal on all of
 them: parameters, optimizer and schedulers. Buffers, samplers and other attributes belong to a
 version but are this rank's own.
+
+A copy is where its tensors are: of a state on a device, on the device. There are at most four at a
+time beside the state itself: the last version that was decided, two that are not yet, and one that
+is being taken or put back. In the middle of training it is mostly one, or two; leave room for
+those. A state too large for that is saved by a ``CheckpointManager``, which needs no device memory.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import copy
 import functools
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +34,15 @@ from mpift.checkpoint import CheckpointManager
 from mpift.core import history
 from mpift.core.ballots import Content
 from mpift.core.commit_events import Decided, Entry
+from mpift.devices import staging
 from mpift.errors import StaleVersionError
-from mpift.torch.functions import allgather_object, broadcast_object, digest
+from mpift.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    digest,
+    digest_later,
+    on_devices_of,
+)
 from mpift.torch.optimizer import DistributedMixin
 from mpift.torch.sampler import ElasticSampler
 
@@ -48,6 +61,7 @@ class _Snapshot:
     version: int
     parts: dict[str, Any]
     content: Content | None = None
+    digest: Callable[[], str] | None = None  # computes it, once, on any thread
 
 
 class TorchState:
@@ -76,6 +90,7 @@ class TorchState:
         if checkpoints is not None:
             self._save_to(checkpoints)
         self._news = threading.Condition()
+        self._reader = staging.Reader()  # the hasher's
         self._hasher = concurrent.futures.ThreadPoolExecutor(1, "mpift-commit")
         self._version = 0  # the last that was committed here, decided or not
         self._pending: dict[int, _Snapshot] = {}
@@ -137,6 +152,8 @@ class TorchState:
                     del self._pending[old]  # nobody has heard of it
             room = len(self._pending) < _PENDING_MAX
         snapshot = _Snapshot(number, self._copy()) if room else None
+        if snapshot is not None:
+            snapshot.digest = digest_later(self._common(snapshot.parts), self._reader)
         with self._news:  # at once: a version that is not pending is one that was passed
             self._version = number
             if snapshot is None:
@@ -252,12 +269,13 @@ class TorchState:
             self._decided = max(self._decided, snapshot.version)
 
     def _load(self, parts: dict[str, Any]) -> None:
+        staging.fence()  # what is written to may be part of a snapshot that is being copied
         for name, part in parts.items():
             value = getattr(self, name)
             if _has_state(value):
                 value.load_state_dict(copy.deepcopy(part))
             else:
-                setattr(self, name, copy.deepcopy(part))
+                setattr(self, name, on_devices_of(value, copy.deepcopy(part)))
 
     # -- the agreement -----------------------------------------------------------------------------
 
@@ -269,17 +287,17 @@ class TorchState:
         """On the hasher's thread: nobody writes to a copy."""
         with self._news:
             snapshot = self._pending.get(version)
-        if snapshot is None:
+        if snapshot is None or snapshot.digest is None:
             return  # given up meanwhile
         try:
-            content = Content(of_history, digest(self._common(snapshot.parts)))
+            content = Content(of_history, snapshot.digest())
         except Exception as error:  # noqa: BLE001, it is raised in the script's next call
             self._end(version, error)
             return
         with self._news:
             if self._pending.get(version) is not snapshot:
                 return
-            snapshot.content = content
+            snapshot.content, snapshot.digest = content, None
         self._runtime.agreements.hold(self._number, version, content)
 
     def remember(self, entry: Entry) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ import torch
 import xxhash
 
 from mpift import runtime
+from mpift.devices import staging
 from mpift.errors import MismatchError, RootLostError
 from mpift.reduction.operations import Kind, Operation
-from mpift.torch.state import bytes_of, write_bytes
+from mpift.torch.state import Look, bytes_of, write_bytes
 
 _HEAD_BYTES = 16  # int64[2]: root_rank, length of the object
 
@@ -79,9 +80,11 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, in rank order."""
+    """The objects of all ranks, in rank order; tensors of devices come to the CPU."""
     current = runtime.current()
-    data = np.frombuffer(pickle.dumps(obj), np.uint8)
+    buffer = io.BytesIO()
+    _HostPickler(buffer).dump(obj)
+    data = np.frombuffer(buffer.getvalue(), np.uint8)
     # One operation for lengths and contents, so that a fault in between can't part them.
     framed = np.concatenate([np.array([len(data)]).view(np.uint8), data])
     everything = current.operate(Operation(Kind.ALLGATHER, framed)).tobytes()
@@ -98,28 +101,73 @@ def digest(state: Any) -> str:
 
     ``state`` is a tensor, a ``state_dict``, or any nesting of mappings, lists and plain values.
     Mappings count in the order of their keys, as a ``state_dict`` has it, and values that are not
-    tensors by their ``repr``: equal ones of other types or in another order differ.
+    tensors by their ``repr``: equal ones of other types or in another order differ. On which device
+    a tensor is does not count.
     """
-    hasher = xxhash.xxh3_128()
-    _feed(hasher, state)
-    return hasher.hexdigest()
+    return digest_later(state, staging.Reader())()
 
 
-def _feed(hasher: xxhash.xxh3_128, value: Any) -> None:
+def digest_later(state: Any, reader: staging.Reader) -> Callable[[], str]:
+    """What computes the ``digest`` of a state as it is after all that this thread has asked for
+    so far, on any thread, while nothing changes it. Devices are read by ``reader``, beside what
+    they do then."""
+    parts = list(_parts(state))
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    looks = Look([t if t.device.type != "cpu" else bytes_of(t) for t in tensors], reader)
+
+    def compute() -> str:
+        hasher, arrays = xxhash.xxh3_128(), iter(looks)
+        for part in parts:
+            if not isinstance(part, torch.Tensor):
+                hasher.update(part)
+                continue
+            left = part.nbytes
+            while left:
+                array = next(arrays)
+                hasher.update(array.data)
+                left -= array.nbytes
+        return hasher.hexdigest()
+
+    return compute
+
+
+def _parts(value: Any) -> Iterator[bytes | torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
-        hasher.update(flat.view(torch.uint8).numpy().data)
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if value.numel():
+            yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            hasher.update(repr(key).encode())
-            _feed(hasher, item)
+            yield repr(key).encode()
+            yield from _parts(item)
     elif isinstance(value, list | tuple):
-        hasher.update(str(len(value)).encode())
+        yield str(len(value)).encode()
         for item in value:
-            _feed(hasher, item)
+            yield from _parts(item)
     else:
-        hasher.update(repr(value).encode())
+        yield repr(value).encode()
+
+
+def on_devices_of(present: Any, value: Any) -> Any:
+    """``value`` with its tensors, where there is one at the same place in ``present``, on that
+    one's device: what comes from another rank comes to the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.to(present.device) if isinstance(present, torch.Tensor) else value
+    if type(value) is dict and isinstance(present, Mapping):
+        return {key: on_devices_of(present.get(key), item) for key, item in value.items()}
+    if type(value) in {list, tuple} and isinstance(present, list | tuple):
+        others = [*present, *[None] * len(value)]
+        return type(value)(map(on_devices_of, others, value))
+    return value
+
+
+class _HostPickler(pickle.Pickler):
+    """A rank has no use for memory of another rank's device, and may lack that device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.detach().to("cpu").__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
 
 
 def _pickled(obj: Any) -> np.ndarray:

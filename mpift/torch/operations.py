@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from mpift import runtime
+from mpift.devices import staging
 from mpift.errors import MismatchError
 from mpift.reduction.operations import Kind, Operation
 from mpift.torch.compression import Compression, compressor_of
@@ -52,8 +53,7 @@ def allreduce(
 
 def allreduce_(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
     """``allreduce`` in place; returns ``tensor``."""
-    with torch.no_grad():
-        return tensor.copy_(allreduce(tensor, *arguments, **keywords))
+    return _into(tensor, allreduce(tensor, *arguments, **keywords))
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -70,8 +70,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """``broadcast`` in place; returns ``tensor``."""
-    with torch.no_grad():
-        return tensor.copy_(broadcast(tensor, root_rank, name))
+    return _into(tensor, broadcast(tensor, root_rank, name))
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
@@ -86,6 +85,13 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 def barrier() -> None:
     """Wait until every live rank has called this."""
     runtime.current().operate(Operation(Kind.BARRIER))
+
+
+def _into(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        staging.fence()  # it may be part of a snapshot that is being copied
+    with torch.no_grad():
+        return tensor.copy_(result)
 
 
 def _broadcast_bytes(data: np.ndarray, root_rank: int) -> np.ndarray:

@@ -371,7 +371,7 @@ class Reducer:
             raise DeviceError(
                 "no other rank is there to take the state from: go on from a checkpoint"
             )
-        self.verification.damaged = True
+        self.verification.forget_state()
         # The round that the script's step stands for; others are missed.
         counted = self._due is not None or bool(self._carriage.placed)
         while self.verification.damaged:

@@ -4,19 +4,24 @@ Pieces are the parameters, the tensors of the optimizer's state, and all plain v
 the optimizer's own settings and what else the state holds. State that an optimizer makes in its
 first step, and parameters added later, are pieces from then on. Not among them: sparse tensors,
 objects that are neither tensors nor plain values, and what scripts put into parameter groups.
+
+Bytes in this machine's memory are seen where they are. Those on a device are read by pinned memory
+on a stream of its own, so whoever looks at them on a helper thread holds up neither the training
+thread nor the device.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+from mpift.devices import staging
 from mpift.torch.records import own_settings_of, set_own_settings
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -35,13 +40,14 @@ class OptimizerState:
         self._optimizer = optimizer
         self._name_of = name_of
         self._known: _Arrays | None = None
+        self._reader = staging.Reader()
 
-    def arrays(self) -> list[np.ndarray]:
-        """uint8[n] of each tensor's bytes, always in the same order; most share its memory."""
+    def arrays(self) -> Look:
+        """All tensors' bytes as they are now."""
         known = self._known
         if known is None or not known.is_current(self._optimizer):
             known = self._known = _Arrays(self._optimizer)
-        return known.all()
+        return known.look(self._reader)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The parameters by name."""
@@ -92,6 +98,32 @@ class OptimizerState:
             state[next((key for key in state if str(key) == name), name)] = value
 
 
+class Look:
+    """The bytes of tensors at one moment: uint8 arrays, always in the same order. To be gone
+    through once, on any thread, while nothing changes the tensors; an array is valid until the next
+    is asked for, and one tensor may come in several. ``on_device``: some are read from a device,
+    so going through them waits for it and raises its errors, torch's ``RuntimeError``."""
+
+    def __init__(self, arrays: Sequence[np.ndarray | torch.Tensor], reader: staging.Reader) -> None:
+        self._arrays = arrays
+        self.size_bytes = sum(array.nbytes for array in arrays)
+        away = [array for array in arrays if isinstance(array, torch.Tensor)]
+        self.on_device = bool(away)
+        self._read = reader.begin(away)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        arrivals = self._read()
+        for array in self._arrays:
+            if isinstance(array, np.ndarray):
+                yield array
+                continue
+            left = array.nbytes
+            while left:
+                arrived = next(arrivals)
+                left -= arrived.nbytes
+                yield arrived
+
+
 def differences(text: str, other: str) -> dict[str, str]:
     """What differs between two texts of ``plain``: by name, the values "here" and "there"."""
     (mine, my_others), (theirs, their_others) = json.loads(text), json.loads(other)
@@ -115,8 +147,8 @@ def differences(text: str, other: str) -> dict[str, str]:
     return found
 
 
-def hash_of(arrays: list[np.ndarray], text: str) -> int:
-    """64 bits (XXH3) over all arrays and the text."""
+def hash_of(arrays: Iterable[np.ndarray], text: str) -> int:
+    """64 bits (XXH3) over all arrays, however they are cut, and the text."""
     hasher = xxhash.xxh3_64()
     for array in arrays:
         hasher.update(array.data)
@@ -136,6 +168,8 @@ def write_bytes(data: np.ndarray, tensor: torch.Tensor) -> None:
     if not data.size:  # torch can't see an empty array as another dtype
         return
     values = torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)
+    if tensor.device.type != "cpu":
+        staging.fence()  # it may be part of a snapshot that is being copied
     with torch.no_grad():
         tensor.copy_(values)
 
@@ -165,7 +199,8 @@ class _Arrays:
         self._states: list[tuple[torch.Tensor, Any, int]] = []
         # (where it is, under which key or index, the tensor, address of its data)
         self._places: list[tuple[Any, Any, torch.Tensor, int]] = []
-        self._arrays: list[np.ndarray | None] = []
+        # None: no array can share a tensor's memory.
+        self._arrays: list[np.ndarray | torch.Tensor | None] = []
         for group in self._groups:
             for index, parameter in enumerate(group["params"]):
                 self._add(group["params"], index, parameter)
@@ -179,9 +214,12 @@ class _Arrays:
         if not _is_dense(tensor):
             return
         self._places.append((holder, key, tensor, tensor.data_ptr()))
+        if tensor.device.type != "cpu":
+            self._arrays.append(tensor.detach())
+            return
         array = bytes_of(tensor)
         shares = array.size == 0 or array.ctypes.data == tensor.data_ptr()
-        self._arrays.append(array if shares and tensor.device.type == "cpu" else None)
+        self._arrays.append(array if shares else None)
 
     def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether there are the same tensors, at the same places in memory."""
@@ -202,12 +240,13 @@ class _Arrays:
         except (KeyError, IndexError):
             return False
 
-    def all(self) -> list[np.ndarray]:
-        """The arrays; of tensors whose memory they can't share, copies made now."""
-        return [
+    def look(self, reader: staging.Reader) -> Look:
+        """At all of them; of tensors whose memory no array can share, at copies made now."""
+        arrays = [
             bytes_of(place[2]) if array is None else array
             for array, place in zip(self._arrays, self._places, strict=True)
         ]
+        return Look(arrays, reader)
 
 
 # -- a fault on purpose ------------------------------------------------------------------------

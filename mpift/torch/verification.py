@@ -1,10 +1,10 @@
 """Verification of one optimizer's replicas: a cheap check now and then, an examination if it fails.
 
 Every ``verify_every`` rounds the state is hashed, in place, after the round was applied; large
-states on a helper thread, since nothing changes them before the next step. The digest goes to the
-coordinator, and nobody waits for an answer. If two differ, a round soon after has all ranks examine
-their states: they stand still, the majority's state wins, and whoever deviates fetches what differs
-from those that hold it. The ranks go on when all are alike.
+states, and those of devices, on a helper thread, since nothing changes them before the next step.
+The digest goes to the coordinator, and nobody waits for an answer. If two differ, a round soon
+after has all ranks examine their states: they stand still, the majority's state wins, and whoever
+deviates fetches what differs from those that hold it. The ranks go on when all are alike.
 
 Settings, the learning rate above all, differ if a script changes them on one rank alone, or steps a
 scheduler that doesn't follow the rounds. That is no fault of a machine: they are repaired each
@@ -14,6 +14,7 @@ time, with a warning, and nobody is evicted for them or for what they have led t
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import time
 import warnings
@@ -42,6 +43,7 @@ from mpift.torch.rows import (
     shown,
 )
 from mpift.torch.state import (
+    Look,
     OptimizerState,
     bytes_of,
     differences,
@@ -101,11 +103,11 @@ class Verification:
 
     def settle(self) -> None:
         """Before anything changes the state: wait until it is hashed."""
-        if self._hashing is not None:
+        hashing, self._hashing = self._hashing, None  # an error of a device is raised once
+        if hashing is not None:
             began = time.perf_counter()
-            self.cpu_seconds += self._hashing.result()
+            self.cpu_seconds += hashing.result()
             self.waited_seconds += time.perf_counter() - began
-            self._hashing = None
 
     def round_applied(self, round_: int, alarm: bool) -> None:
         """``round_`` was applied: the state has the same bits on all ranks, or should have."""
@@ -129,7 +131,8 @@ class Verification:
         began, cpu = time.perf_counter(), time.thread_time()
         arrays, text = self._state.arrays(), self._state.plain()
         self.checks += 1
-        if sum(array.nbytes for array in arrays) <= _INLINE_BYTES_MAX:
+        # A device has work to do yet before it can be read: never wait for it here.
+        if arrays.size_bytes <= _INLINE_BYTES_MAX and not arrays.on_device:
             self._hash_and_tell(round_, arrays, text)
         else:
             if self._helper is None:
@@ -138,12 +141,12 @@ class Verification:
         self.waited_seconds += time.perf_counter() - began
         self.cpu_seconds += time.thread_time() - cpu
 
-    def _on_helper(self, round_: int, arrays: list[np.ndarray], text: str) -> float:
+    def _on_helper(self, round_: int, arrays: Look, text: str) -> float:
         began = time.thread_time()
         self._hash_and_tell(round_, arrays, text)
         return time.thread_time() - began
 
-    def _hash_and_tell(self, round_: int, arrays: list[np.ndarray], text: str) -> None:
+    def _hash_and_tell(self, round_: int, arrays: Look, text: str) -> None:
         self._runtime.examinations.tell(self.lane, round_, hash_of(arrays, text))
 
     # -- coming to an examination ------------------------------------------------------------------
@@ -320,6 +323,15 @@ class Verification:
             found[name] = int(np.count_nonzero(fetched[name] != arrays[name]))
             write_bytes(fetched[name], tensors[name])
         return found
+
+    def forget_state(self) -> None:
+        """This rank's state is of no use: it has no vote, and is taken over from the others in the
+        next examination. It is written over, since torch_npu refuses to read damaged tensors."""
+        with contextlib.suppress(RuntimeError):  # it was being hashed, on a device that has failed
+            self.settle()
+        self.damaged = True
+        for tensor in self._state.pieces().values():
+            write_bytes(np.zeros(tensor.nbytes, np.uint8), tensor)
 
     # -- faults on purpose -------------------------------------------------------------------------
 

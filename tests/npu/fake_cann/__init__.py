@@ -1,0 +1,1 @@
+"""CANN without a device, for the genuine torch_npu: see ``ascendcl.c``."""
