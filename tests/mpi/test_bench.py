@@ -33,6 +33,7 @@ def test_a_small_benchmark_gives_figures_for_all_contenders() -> None:
     assert "torch DDP over gloo" in done.stderr
 
 
+@pytest.mark.long
 def test_late_ranks_are_measured_and_all_end_with_the_same_bits() -> None:
     plan = Plan(
         ranks=3,

@@ -221,7 +221,9 @@ def check_mixture(seed: int) -> None:
         assert each["finite"], told
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(3, marks=pytest.mark.long), 211])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 211))]
+)
 def test_all_live_ranks_are_bit_identical_after_delays_stalls_and_deaths(seed: int) -> None:
     check_mixture(seed)
 

@@ -122,7 +122,7 @@ def test_one_rank_trains_as_torch_does() -> None:
 # -- deaths ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["primary", "backup"])
+@pytest.mark.parametrize("which", ["primary", pytest.param("backup", marks=pytest.mark.long)])
 def test_a_holder_s_death_loses_nothing_that_was_acknowledged(which: str) -> None:
     outcome = run_ranks(4, scenarios.one_holder_dies, which)
     assert sorted(outcome.results) == [0, 2, 3], str(outcome)

@@ -178,7 +178,9 @@ def wait_for(path: Path) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("delay", [0.0, 0.004, 0.009])
+@pytest.mark.parametrize(
+    "delay", [0.0, *(pytest.param(delay, marks=pytest.mark.long) for delay in (0.004, 0.009))]
+)
 def test_a_sender_stopped_in_mid_transfer_that_goes_on_later_corrupts_nothing(
     delay: float, way: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -202,9 +202,9 @@ def test_a_sample_counts_once_when_its_rank_dies_after_the_step() -> None:
 @pytest.mark.parametrize(
     ("chaos", "kind", "way"),
     [
-        ("kill:2@12", "sgd", ()),
+        pytest.param("kill:2@12", "sgd", (), marks=pytest.mark.long),
         ("kill:0@7:bucket1", "adam", TCP),
-        ("kill:1@9:bucket1,kill:3@9:bucket0", "adam", ()),
+        pytest.param("kill:1@9:bucket1,kill:3@9:bucket0", "adam", (), marks=pytest.mark.long),
         ("kill:0@5,kill:2@5:split,kill:3@20", "sgd", TCP),
     ],
 )
@@ -225,8 +225,8 @@ def test_all_live_ranks_are_bit_identical_after_faults(
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
-        (1, "before the optimizer"),
-        (0, "before the second optimizer"),
+        pytest.param(1, "before the optimizer", marks=pytest.mark.long),
+        pytest.param(0, "before the second optimizer", marks=pytest.mark.long),
         (0, "before the broadcast"),
     ],
 )
@@ -265,7 +265,7 @@ def test_bit_identity_over_seeds_steps_and_victims(seed: int) -> None:
     assert all(result["alike"] for result in outcome.results.values()), chaos
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_no_sample_is_trained_twice_or_never_when_a_rank_dies(workers: int) -> None:
     samples, batch_size = 301, 4
     outcome = run_ranks(
