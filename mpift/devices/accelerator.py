@@ -178,6 +178,11 @@ class AcceleratorCarrier:
         self._take_placed()
         return positions
 
+    def forget(self) -> None:
+        for run in self._runs:
+            if run.owed is not None:  # written over, since it may not be readable any more
+                run.owed.copy_(torch.zeros(run.owed.shape, dtype=run.owed.dtype))
+
     # -- out ---------------------------------------------------------------------------------------
 
     def fetch(

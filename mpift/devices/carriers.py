@@ -55,6 +55,9 @@ class Carrier(Protocol):
     def rewind(self) -> Sequence[int]:
         """Forget what was placed and has not reached the host; returns those positions."""
 
+    def forget(self) -> None:
+        """What the device was still owed by earlier gradients is of no use any more."""
+
     def fetch(
         self, host: torch.Tensor, divisor: float, gradients: Sequence[torch.Tensor | None]
     ) -> None:

@@ -39,6 +39,9 @@ class CpuCarrier:
     def rewind(self) -> Sequence[int]:
         return ()
 
+    def forget(self) -> None:
+        pass
+
     def fetch(
         self, host: torch.Tensor, divisor: float, gradients: Sequence[torch.Tensor | None]
     ) -> None:

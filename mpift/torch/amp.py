@@ -141,6 +141,12 @@ def declined(scaler: Any) -> None:
         scaler._mpift_declined = True
 
 
+def rewound(scaler: Any, optimizer: Any) -> None:
+    """The present step is made again: nothing of its gradients is unscaled or stepped with."""
+    if scaler is not None:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
 def _set(scaler: Any, scale: float, growth_tracker: int) -> None:
     if scaler._scale is not None:
         scaler._scale.fill_(scale)

@@ -16,12 +16,35 @@ import torch
 
 from mpift.devices.carriers import Carrier, Load, carrier_for, memory_for
 from mpift.devices.courier import Courier
+from mpift.errors import GradientError
 from mpift.reduction.buckets import Bucket, Layout, ParameterSpec, lay_out
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.gradients import GradientRounds
 
 # What a compressor's type means for torch.
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters that have gradients, in the order of the groups."""
+    every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    return [parameter for parameter in every if parameter.requires_grad]
+
+
+def dense_gradient(
+    parameter: torch.Tensor, name_of: Callable[[torch.Tensor], str], sparse_as_dense: bool
+) -> torch.Tensor | None:
+    """``p.grad``, made dense if that is allowed. Raises ``GradientError`` if it is not."""
+    gradient = parameter.grad
+    if gradient is None or not gradient.is_sparse:
+        return gradient
+    if not sparse_as_dense:
+        raise GradientError(
+            f"the gradient of {name_of(parameter)!r} is sparse, which cannot be reduced:"
+            " use sparse_as_dense=True, or build the layer with sparse=False"
+        )
+    parameter.grad = gradient.to_dense()
+    return parameter.grad
 
 
 def layout_of(
@@ -158,9 +181,15 @@ class Carriage:
             if not self._missing[number] and number not in self._arrived:
                 lost = range(len(bucket.slots))
                 self._unsent += 1
+                self._carriers[number].forget()
             for position in lost:
                 self.placed.discard(bucket.slots[position].parameter)
                 self._missing[number] += 1
+
+    def forget(self) -> None:
+        """Whatever devices keep for the next gradients is of no use."""
+        for carrier in self._carriers:
+            carrier.forget()
 
     def place_nothing(self) -> None:
         """In place of the rest of this gradient: what is missing of it takes no part in the round.

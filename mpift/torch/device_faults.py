@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from mpift import runtime
 from mpift.checkpoint.state import random_states, set_random_states
 from mpift.core import events
@@ -41,15 +43,24 @@ def retry_on_device_fault(
     memory too. Buffers, such as the statistics of batch normalization, are as a step that failed
     has left them: no other rank has the same ones.
 
+    Operations such as ``hvd.allreduce`` don't belong into it: the other ranks call them once.
+
+    A step of several distributed optimizers can't be made again: such a rank leaves.
+
     Raises ``ValueError`` for another optimizer.
     """
     if not isinstance(optimizer, DistributedMixin):
         raise ValueError(f"retry_on_device_fault takes a distributed optimizer, not {optimizer!r}")
     reducer = optimizer._mpift_reducer
 
+    seen: list[Any] = []  # what other optimizers had done when the steps began
+
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def step(*arguments: P.args, **keywords: P.kwargs) -> T:
+            seen.append(_others(reducer))
+            del seen[:-2]  # since the step before, too: one step may go with several optimizers
+            reducer.begin_step()
             drawn = random_states()
             for attempt in itertools.count(1):
                 try:
@@ -58,7 +69,12 @@ def retry_on_device_fault(
                     fault = classify(error)
                     if fault is None:
                         raise
-                    _overcome(reducer, fault, attempt <= retries)
+                    _overcome(
+                        reducer,
+                        fault,
+                        attempt <= retries,
+                        all(_others(reducer) == before for before in seen),
+                    )
                 set_random_states(drawn)
             raise AssertionError("the last attempt leaves")
 
@@ -67,10 +83,10 @@ def retry_on_device_fault(
     return decorate
 
 
-def _overcome(reducer: Reducer, fault: DeviceFault, again: bool) -> None:
+def _overcome(reducer: Reducer, fault: DeviceFault, again: bool, alone: bool) -> None:
     """Returns when the step can be made again; leaves if it can't."""
     current = runtime.current()
-    device = reducer.device
+    device = _failed(reducer, fault)
     code = "" if fault.code is None else f" {fault.code}"
     current.emit(
         events.DeviceFailed, current.host, f"{device}{code}", fault.remedy.value, fault.words
@@ -79,6 +95,10 @@ def _overcome(reducer: Reducer, fault: DeviceFault, again: bool) -> None:
         current.leave_evicted(f"has a device that fails again and again: {device}: {fault.words}")
     if fault.remedy in (Remedy.LEAVE, Remedy.NODE):
         current.leave_evicted(f"has lost its device {device}: {fault.words}")
+    if not alone:
+        current.leave_evicted(
+            f"can't make a step of several optimizers again: {device}: {fault.words}"
+        )
     try:
         sound = fault.remedy is not Remedy.REPAIR or repair.restart(device)
         if sound and reducer.intact:
@@ -89,3 +109,15 @@ def _overcome(reducer: Reducer, fault: DeviceFault, again: bool) -> None:
         if not isinstance(error, DeviceError) and classify(error) is None:
             raise
         current.leave_evicted(f"has lost its device {device}, which can't be repaired: {error}")
+
+
+def _others(reducer: Reducer) -> list[tuple[int, bool]]:
+    """How far other distributed optimizers are."""
+    followers: Any = runtime.current().gradients.followers
+    return [(other.replica.applied, other.pending) for other in followers if other is not reducer]
+
+
+def _failed(reducer: Reducer, fault: DeviceFault) -> torch.device:
+    """The device that a fault tells of, if it has parameters; else the first that has."""
+    devices = reducer.devices
+    return next((device for device in devices if device.index == fault.device), devices[0])

@@ -25,7 +25,7 @@ from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.reduction.records import RecordWithheldError
 from mpift.torch import amp
 from mpift.torch.alike import check_alike
-from mpift.torch.carriage import Carriage, layout_of
+from mpift.torch.carriage import Carriage, dense_gradient, layout_of, trainable
 from mpift.torch.reduce_ops import Average, ReduceOp
 from mpift.torch.replica import Replica
 from mpift.torch.verification import Verification
@@ -67,7 +67,8 @@ class Reducer:
         # it, as long as its result is not in ``p.grad``: what is left to do after a device failed.
         self._due: tuple[int, bool] | None = None
         self._rewound = False  # the script makes a step again
-        self._spent = False  # and that step's round was applied in another way
+        self._spent = False  # and that step's round was applied already, or in another way
+        self._stepped = False  # since the script's step began, its round was applied
         self._waited = 0.0
         self._hooks: list[Any] = []
         self._courier = Courier()
@@ -109,7 +110,7 @@ class Reducer:
         step = self.replica.applied
         for fault in self._runtime.strike(step, "step"):
             if fault.verb == "device":
-                simulated.strike(self.device, int(fault.amount))
+                simulated.strike(self.devices[0], int(fault.amount))
             else:
                 self.verification.flip(fault.member, step)
 
@@ -134,6 +135,7 @@ class Reducer:
         self.synchronized = self.declined = self.late = False
         if synchronized:
             self.replica.finish(self._own, self._waited)
+            self._stepped = True
         self._runtime.step_finished(self.replica.applied - 1)
 
     def step_skipped(self) -> None:
@@ -177,13 +179,8 @@ class Reducer:
 
     # -- layout ------------------------------------------------------------------------------------
 
-    def _trainable(self) -> list[torch.Tensor]:
-        groups = self._optimizer.param_groups
-        every = dict.fromkeys(p for group in groups for p in group["params"])
-        return [p for p in every if p.requires_grad]
-
     def _lay_out(self) -> Layout:
-        self._parameters = self._trainable()
+        self._parameters = trainable(self._optimizer)
         if not self._parameters:
             raise GradientError("the optimizer has no parameter that requires a gradient")
         names = [self.name_of(parameter) for parameter in self._parameters]
@@ -229,7 +226,7 @@ class Reducer:
 
     def _refresh(self) -> None:
         """Between rounds: a new layout if parameters were added, frozen or unfrozen."""
-        present = self._trainable()
+        present = trainable(self._optimizer)
         if len(present) == len(self._parameters) and all(
             a is b for a, b in zip(present, self._parameters, strict=True)
         ):
@@ -259,25 +256,15 @@ class Reducer:
             return  # likewise
         self._passes[index] += 1
         if self._passes[index] == self.passes_per_step:
-            self._carriage.place(index, self._dense(parameter))
+            self._carriage.place(
+                index, dense_gradient(parameter, self.name_of, self._sparse_as_dense)
+            )
         elif self._passes[index] > self.passes_per_step:
             raise GradientError(
                 f"the gradient of {self.name_of(parameter)!r} was computed {self._passes[index]}"
                 f" times before step(), but backward_passes_per_step is {self.passes_per_step}:"
                 " call step() in between, or set it accordingly"
             )
-
-    def _dense(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        gradient = parameter.grad
-        if gradient is None or not gradient.is_sparse:
-            return gradient
-        if not self._sparse_as_dense:
-            raise GradientError(
-                f"the gradient of {self.name_of(parameter)!r} is sparse, which cannot be reduced:"
-                " use sparse_as_dense=True, or build the layer with sparse=False"
-            )
-        parameter.grad = gradient.to_dense()
-        return parameter.grad
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -301,7 +288,9 @@ class Reducer:
         if self._due is None:
             for index, parameter in enumerate(self._parameters):
                 if index not in self._carriage.placed:
-                    self._carriage.place(index, self._dense(parameter))
+                    self._carriage.place(
+                        index, dense_gradient(parameter, self.name_of, self._sparse_as_dense)
+                    )
             self._carriage.drain()
         try:
             self._complete()
@@ -337,10 +326,14 @@ class Reducer:
     # -- after a fault of the device ---------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are: an accelerator, if some of them are on one."""
-        devices = [parameter.device for parameter in self._parameters]
-        return next((d for d in devices if d.type != "cpu"), devices[0])
+    def devices(self) -> list[torch.device]:
+        """Where the parameters are: accelerators first."""
+        devices = dict.fromkeys(parameter.device for parameter in self._parameters)
+        return sorted(devices, key=lambda device: device.type == "cpu")
+
+    def begin_step(self) -> None:
+        """The script begins a step that it may have to make again."""
+        self._stepped = self._spent = False
 
     @property
     def intact(self) -> bool:
@@ -355,6 +348,8 @@ class Reducer:
         if self.synchronized:
             self._due, self.synchronized = (self._own, self.late), False
         self.declined = False
+        self._spent = self._spent or self._stepped
+        amp.rewound(self.replica.scaler, self._optimizer)
         self._carriage.rewind()
         self._passes = [0] * len(self._parameters)
         self._rewound = True
@@ -372,6 +367,7 @@ class Reducer:
                 "no other rank is there to take the state from: go on from a checkpoint"
             )
         self.verification.forget_state()
+        self._carriage.forget()
         # The round that the script's step stands for; others are missed.
         counted = self._due is not None or bool(self._carriage.placed)
         while self.verification.damaged:
@@ -379,7 +375,11 @@ class Reducer:
             own, self._due = (None if self._due is None else self._due[0]), None
             if own is None:
                 self._carriage.place_nothing()
-                own = self._settle()
+                before, own = self.workload.completed, self._settle()
+                if own is None and self.workload.completed > before:  # it came too late
+                    self.replica.replay(self.workload.completed)
+                    self._begin_round()
+                    continue
                 if own is None:
                     raise DeviceError(
                         "the other ranks make no more rounds in which to give the state"

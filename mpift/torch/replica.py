@@ -149,8 +149,8 @@ class Replica:
         return Record(self._settings, skipped, amp.state(self.scaler, self._optimizer), gradients)
 
     def finish(self, round_: int, wait_seconds: float = 0.0, replayed: bool = False) -> None:
-        """After the step for ``round_``, or instead of it."""
-        self.changing = False
+        """After the step for ``round_``, or instead of it. No hook sees a state that is damaged."""
+        self.carriage.settle()  # first: a device may fail in it, and nothing is done twice then
         for step in self._schedulers:
             step()
         delivered = self._delivered(round_)
@@ -169,11 +169,10 @@ class Replica:
         self.history = history.extended(self.history, round_, delivered.epoch)
         self._runtime.see_round(delivered.epoch)
         self._runtime.steps_applied += 1
-        self.carriage.settle()
         self._workload.applied(round_)
-        self.applied = round_ + 1
+        self.applied, self.changing = round_ + 1, False
         self.verification.round_applied(round_, delivered.alarm)
-        for hook in self.hooks:
+        for hook in () if self.verification.damaged else self.hooks:
             hook(self.applied)
 
     def skip(self, round_: int) -> None:
@@ -214,31 +213,48 @@ class Replica:
         damaged = self.verification.damaged
         local = [parameter.grad for parameter in self.carriage.parameters]
         try:
-            data = self._runtime.gradients.records.fetch(self.lane, round_)
-            for parameter in self.carriage.parameters:
-                parameter.grad = None
-            if not damaged:
-                self.carriage.take(round_)
-            if data is None:  # nobody is left who knows: all who lack it go on like this
-                if self._schedulers:
-                    self._settings = settings_of(self._optimizer)
-                # Gradients that no script has unscaled or clipped must not be applied as they are.
-                data = encode(self._record(self.scaler is not None or self.touches))
-            record = decode(data, self._layout)
-            self._take(record)
-            used = any(parameter.grad is not None for parameter in self.carriage.parameters)
-            if used and not (record.skipped or damaged):
-                self.changing = True
-                with amp.scaled_step(self._optimizer, record.scaler):
-                    _plain_step(self._optimizer)
-            amp.update(self.scaler, record.scaler)
-            self._keep(round_, data)
+            if damaged:
+                self._pass_over(round_)
+            else:
+                self._apply(round_)
         finally:
             for parameter, gradient in zip(self.carriage.parameters, local, strict=True):
                 parameter.grad = gradient
+        self.carriage.settle()
         self._runtime.rounds_missed += 1
         self._missed.append(self._runtime.view_of(self._delivered(round_).epoch))
         self.finish(round_, replayed=True)
+
+    def _apply(self, round_: int) -> None:
+        data = self._runtime.gradients.records.fetch(self.lane, round_)
+        for parameter in self.carriage.parameters:
+            parameter.grad = None
+        self.carriage.take(round_)
+        if data is None:  # nobody is left who knows: all who lack it go on like this
+            if self._schedulers:
+                self._settings = settings_of(self._optimizer)
+            # Gradients that no script has unscaled or clipped must not be applied as they are.
+            data = encode(self._record(self.scaler is not None or self.touches))
+        record = decode(data, self._layout)
+        self._take(record)
+        used = any(parameter.grad is not None for parameter in self.carriage.parameters)
+        if used and not record.skipped:
+            self.changing = True
+            with amp.scaled_step(self._optimizer, record.scaler):
+                _plain_step(self._optimizer)
+        amp.update(self.scaler, record.scaler)
+        self._keep(round_, data)
+
+    def _pass_over(self, round_: int) -> None:
+        """A record is asked for where a scaler goes by it; settings are taken over with the state.
+        All that are damaged would wait for each other's."""
+        if self.scaler is not None:
+            data = self._runtime.gradients.records.fetch(self.lane, round_)
+            if data is not None:
+                record = decode(data, self._layout)
+                self._take(record)
+                amp.update(self.scaler, record.scaler)
+                self._keep(round_, data)
 
     def _take(self, record: Record) -> None:
         """Let settings and gradients be those of the record."""

@@ -27,7 +27,7 @@ import xxhash
 
 from mpift.core import events
 from mpift.core.verification import Judgement, judge
-from mpift.errors import InconsistentError, TransferError
+from mpift.errors import InconsistentError, MpiftError, TransferError
 from mpift.reduction.examinations import Place
 from mpift.reduction.gradients import GradientRounds
 from mpift.torch.rows import (
@@ -176,7 +176,13 @@ class Verification:
         if round_ in self._declined:
             self._declined.discard(round_)
             return
-        self._examine(round_)
+        try:
+            self._examine(round_)
+        except MpiftError:
+            raise
+        except RuntimeError:  # this rank's device has failed: the others must not wait for it
+            self._runtime.examinations.decline(self.lane, round_)
+            raise
 
     # -- the examination ---------------------------------------------------------------------------
 
