@@ -111,3 +111,16 @@ def test_running_out_of_memory_is_the_scripts_own_matter(seen: dict[str, Any]) -
     for found in seen["memory_runs_out"]:
         assert "out of memory" in found["text"]
         assert found["calls"] == 2
+
+
+def test_after_a_fault_each_gradient_counts_once_and_no_hook_sees_a_state_given_up() -> None:
+    outcome = on_npus(2, [scenarios.what_counted, scenarios.what_hooks_see])
+    assert sorted(outcome.results) == [0, 1], str(outcome)
+    for rank, (counted, hooks) in outcome.results.items():
+        assert counted["rounds"] == scenarios.STEPS
+        assert counted["counted"][0] == [1.0] * scenarios.STEPS
+        assert max(counted["counted"][1]) == 1.0  # a round may be missed, none counts twice
+        assert counted["counted"][1][2] == 1.0
+        assert hooks["alike"]
+        assert all(hooks["seen"]), (rank, hooks)
+    assert outcome.results[1][1]["struck"]

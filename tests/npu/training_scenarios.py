@@ -217,3 +217,47 @@ def memory_runs_out() -> dict[str, Any]:
         text = str(error)
     simulated().set_capacity(1 << 30, device.index)
     return {"text": text, "calls": run.calls}
+
+
+def what_counted() -> dict[str, Any]:
+    """Rank 1's device fails where a script looks at its loss, after the step. Each rank's gradient
+    of step s adds one to an element of its own, so the parameter tells what counted."""
+    start()
+    device, member = hvd.device("npu"), runtime.current().member
+    weight = nn.Parameter(torch.zeros(2, STEPS, device=device))
+    plain = torch.optim.SGD([weight], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, [("weight", weight)], op=hvd.Sum)
+    struck: list[int] = []
+
+    @hvd.retry_on_device_fault(optimizer)
+    def one(step: int) -> None:
+        optimizer.zero_grad()
+        mine = torch.zeros(2, STEPS)
+        mine[member, step] = -1.0
+        (weight * mine.to(device)).sum().backward()
+        optimizer.step()
+        if step == 2 and member == 1 and not struck:
+            struck.append(step)
+            raise RuntimeError("NPU function error: aclrtSynchronizeStream, error code is 507046")
+
+    for step in hvd.rounds(range(STEPS), optimizer):
+        one(step)
+    return {"counted": weight.detach().cpu().tolist(), "rounds": optimizer.rounds_applied}
+
+
+def what_hooks_see() -> dict[str, Any]:
+    """Rank 1 has to take its state over; the hooks of rounds look at it meanwhile."""
+    struck: list[int] = []
+
+    def strike(step: int) -> None:
+        if step == 2 and runtime.current().member == 1 and not struck:
+            struck.append(step)
+            simulated().set_uce(run.device.index, 3)
+            simulated().inject(507053, device=run.device.index)
+
+    run = Run("npu", before=strike)
+    seen: list[bool] = []
+    run.optimizer.after_round(
+        lambda _round: seen.append(all(bool(p.any()) for p in run.model.parameters()))
+    )
+    return {**run.train(), "seen": seen, "struck": bool(struck)}
