@@ -8,6 +8,7 @@ what did so would have to take this out of ``sys.modules`` first.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -25,4 +26,5 @@ class _NoCompiler(types.ModuleType):
         return function if function is not None else lambda wrapped: wrapped
 
 
-sys.modules.setdefault(_COMPILER, _NoCompiler(_COMPILER))
+if importlib.util.find_spec("torch_npu") is None:  # which changes the compiler when it is imported
+    sys.modules.setdefault(_COMPILER, _NoCompiler(_COMPILER))

@@ -326,6 +326,7 @@ def test_the_launcher_s_verdict_on_a_cut_is_that_the_job_has_to_be_started_again
     assert "start the job again without those nodes" in outcome.stderr
 
 
+@pytest.mark.long
 def test_a_lost_node_ends_the_job_on_all_nodes(cluster: VirtualCluster, tmp_path: Path) -> None:
     def kill_the_third(_: list[psutil.Process]) -> None:
         wait_until((tmp_path / "size-6").exists)

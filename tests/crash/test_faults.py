@@ -313,6 +313,7 @@ def arenas() -> list[Path]:
     return sorted(memory.default_folder().glob(f"{memory.PREFIX}{region}-*"))
 
 
+@pytest.mark.long
 def test_a_hundred_saves_need_no_more_memory_than_ten(tmp_path: Path) -> None:
     training = Training()
     with manager(tmp_path, keep=2) as checkpoints:

@@ -38,7 +38,7 @@ def test_a_process_on_its_own_compresses_too() -> None:
 @pytest.mark.parametrize(
     ("type_", "threshold", "kills", "delay"),
     [
-        ("bf16", 0, {"2": 10}, 0.0),
+        pytest.param("bf16", 0, {"2": 10}, 0.0, marks=pytest.mark.long),
         ("fp16", 0, {"0": 10}, 0.002),
         ("threshold", 1.0, {"1": 5, "2": 15}, 0.001),
     ],

@@ -44,7 +44,7 @@ def test_a_rank_that_holds_the_interpreters_lock_for_ever_is_fenced() -> None:
     assert survivors(outcome) == [0, 2], str(outcome)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_without_a_watchdog_the_heartbeats_find_a_stopped_rank_and_a_neighbour_fences_it(
     ranks: int, stopped: int
@@ -121,9 +121,14 @@ def whole_job(processes: list[psutil.Process]) -> list[int]:
 @pytest.mark.parametrize(
     ("seconds", "choose"),
     [
-        pytest.param(0.4, lambda processes: [processes[1].pid], id="one rank, briefly"),
+        pytest.param(
+            0.4,
+            lambda processes: [processes[1].pid],
+            id="one rank, briefly",
+            marks=pytest.mark.long,
+        ),
         pytest.param(4.0, lambda processes: [p.pid for p in processes], id="all ranks"),
-        pytest.param(4.0, whole_job, id="all ranks, launcher and watchdog"),
+        pytest.param(4.0, whole_job, id="all ranks, launcher and watchdog", marks=pytest.mark.long),
     ],
 )
 def test_nobody_is_evicted_for_a_freeze_within_the_limits_or_of_all(
@@ -143,6 +148,7 @@ def test_nobody_is_evicted_for_a_freeze_within_the_limits_or_of_all(
     assert all(found["epoch"] == 0 for found in outcome.results.values())
 
 
+@pytest.mark.long
 def test_nobody_is_evicted_for_holding_the_lock_for_a_while_on_a_crowded_machine() -> None:
     faults = ",".join(f"gil:{member}@{20 + 30 * member}:1.2" for member in range(4))
     environment = QUICK | {"MPIFT_CHAOS": faults, "MPIFT_HEARTBEAT_TIMEOUT": "4"}

@@ -110,6 +110,7 @@ def test_stale_gradients_are_counted_and_training_goes_on(seen: dict[str, Any]) 
     assert len({each["digest"] for each in found}) == 1
 
 
+@pytest.mark.long
 def test_one_rank_trains_as_torch_does() -> None:
     outcome = run_ranks(1, scenarios.like_torch)
     assert 0 in outcome.results, str(outcome)
@@ -133,6 +134,7 @@ def test_a_holder_s_death_loses_nothing_that_was_acknowledged(which: str) -> Non
         assert found["values"] == [-28.0] * 3
 
 
+@pytest.mark.long
 def test_the_example_survives_a_death_and_reports_no_lost_key(tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     words = ["-m", "mpift", "run", "-np", "3", "--chaos", "kill:1@10", "--summary", str(summary)]

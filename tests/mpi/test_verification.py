@@ -137,6 +137,7 @@ def test_ranks_that_leave_or_die_in_an_examination_leave_the_others_alike() -> N
     assert outcome.stderr.count("rank 2 repaired: 0.weight, ") == 1
 
 
+@pytest.mark.long
 def test_the_launcher_says_once_who_was_repaired_and_counts_it(tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     words = ["-m", "mpift", "run", "-np", "3", "--chaos", "flip:1@12", "--summary", str(summary)]

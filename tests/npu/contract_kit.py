@@ -35,8 +35,8 @@ class Cann:
     def fail_work(self, code: int) -> None:
         self._library.fake_cann_fail_work(code)
 
-    def keep_events_pending(self) -> None:
-        self._library.fake_cann_keep_events_pending(1)
+    def keep_events_pending(self, pending: bool = True) -> None:
+        self._library.fake_cann_keep_events_pending(int(pending))
 
     def damage(self, address: int, size: int) -> None:
         self._library.fake_cann_fault_in_memory(ctypes.c_void_p(address), ctypes.c_size_t(size))
