@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -35,8 +36,9 @@ def make(directory: Path) -> Iterator[Make]:
 
     yield manager
     for each in made:
-        if each._scribe.pid:
-            os.kill(each._scribe.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            if pid := each._scribe.pid:
+                os.kill(pid, signal.SIGCONT)
         with each:  # an error of the test's is told by the test
             each._news.failure = ""
 
