@@ -17,13 +17,13 @@ MPIO_CHECK := $(MPIO)/bin/python -c 'import mpi4py; mpi4py.rc.initialize = False
 # Open MPI finds its own mpirun, and the ranks their Python, through PATH.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 
-# Two files of tests at a time: most of the time is spent in starting ranks and waiting for them. The
-# virtual clusters come first, alone: what they look at is how soon silence is noticed. Tests of devices
+# Three files of tests at a time: much of the time ranks start, or wait for each other. The virtual
+# clusters come first, alone: what they look at is how soon silence is noticed. Tests of devices
 # are apart, since their processes have a device of torch more than others.
 CLUSTERS := tests/cluster
 DEVICES := tests/npu
 THE_REST := --ignore $(CLUSTERS) --ignore $(DEVICES)
-TWO_AT_A_TIME := -n 2 --dist loadfile
+AT_A_TIME := -n 3 --dist loadfile
 
 # Open MPI refuses to run as root unless told twice, for itself and for its launcher. Only root says so.
 ifeq ($(shell id -u),0)
@@ -84,14 +84,14 @@ SIMULATED_NPU := $(IN_VENV) $(BIN)/python -m mpift.testing.npu
 test: setup ## Run the tests (about 16 minutes)
 	@$(SIMULATED_NPU) || true
 	@$(IN_VENV) $(BIN)/python -m pytest $(CLUSTERS)
-	@$(IN_VENV) $(BIN)/python -m pytest $(DEVICES) $(TWO_AT_A_TIME)
-	@$(IN_VENV) $(BIN)/python -m pytest $(THE_REST) $(TWO_AT_A_TIME)
+	@$(IN_VENV) $(BIN)/python -m pytest $(DEVICES) $(AT_A_TIME)
+	@$(IN_VENV) $(BIN)/python -m pytest $(THE_REST) $(AT_A_TIME)
 
 test-long: setup ## Run all tests, the slow and exhaustive ones included
 	@$(SIMULATED_NPU) || true
 	@$(IN_VENV) $(BIN)/python -m pytest $(CLUSTERS) -m '' --timeout 1800
-	@$(IN_VENV) $(BIN)/python -m pytest $(DEVICES) $(TWO_AT_A_TIME) -m '' --timeout 1800
-	@$(IN_VENV) $(BIN)/python -m pytest $(THE_REST) $(TWO_AT_A_TIME) -m '' --timeout 1800
+	@$(IN_VENV) $(BIN)/python -m pytest $(DEVICES) $(AT_A_TIME) -m '' --timeout 1800
+	@$(IN_VENV) $(BIN)/python -m pytest $(THE_REST) $(AT_A_TIME) -m '' --timeout 1800
 
 test-mpio: $(MPIO_READY) ## Test checkpoints in one shared file, in a .venv-mpio whose h5py has MPI
 	@PATH="$(CURDIR)/$(MPIO)/bin:$$PATH" $(MPIO)/bin/python -m pytest tests/mpio

@@ -11,6 +11,7 @@ from mpift.core.saving import Gathering, Instructions, Offered, Refused
 from mpift.testing.explorer import explore
 from tests.model.saving_model import Job
 
+LARGE = {"one node, a failure to write"}
 WORLDS = {
     "one node, a death": Job(deaths=1, failures=0),
     "one node, a failure to write": Job(deaths=0),
@@ -24,7 +25,10 @@ WORLDS = {
 @pytest.mark.parametrize(
     "world",
     [
-        *(pytest.param(world, id=name) for name, world in WORLDS.items()),
+        *(
+            pytest.param(world, id=name, marks=[pytest.mark.long] if name in LARGE else [])
+            for name, world in WORLDS.items()
+        ),
         pytest.param(Job(), marks=pytest.mark.long, id="one node, two deaths and a failure"),
     ],
 )

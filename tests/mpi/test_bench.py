@@ -57,6 +57,7 @@ def test_late_ranks_are_measured_and_all_end_with_the_same_bits() -> None:
     assert report.named == report.slow_member == 2
 
 
+@pytest.mark.long
 def test_verification_is_measured_on_both_models_with_all_its_checks() -> None:
     report = verify.measure(verify.make_plan(2, every=2, rounds=1, steps=2))
     assert [row.cost.checks for row in report.rows] == [10, 1]

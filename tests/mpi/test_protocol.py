@@ -111,7 +111,7 @@ def run_random_deaths(seeds: range) -> None:
 
 
 def test_runs_with_random_deaths_all_end_in_time() -> None:
-    run_random_deaths(range(8))
+    run_random_deaths(range(4))
 
 
 @pytest.mark.long

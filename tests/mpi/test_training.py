@@ -203,7 +203,7 @@ def test_a_sample_counts_once_when_its_rank_dies_after_the_step() -> None:
     ("chaos", "kind", "way"),
     [
         pytest.param("kill:2@12", "sgd", (), marks=pytest.mark.long),
-        ("kill:0@7:bucket1", "adam", TCP),
+        pytest.param("kill:0@7:bucket1", "adam", TCP, marks=pytest.mark.long),
         pytest.param("kill:1@9:bucket1,kill:3@9:bucket0", "adam", (), marks=pytest.mark.long),
         ("kill:0@5,kill:2@5:split,kill:3@20", "sgd", TCP),
     ],
