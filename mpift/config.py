@@ -103,6 +103,10 @@ class Config:
     bucket_bytes: int = _setting(8 << 20, "reduction", unit="bytes", low=1024)
     # The first bucket is small, so that the reduction starts early in backward.
     first_bucket_bytes: int = _setting(1 << 20, "reduction", unit="bytes", low=1024)
+    # "node": ranks that share a node sum gradients in its shared memory, and nodes exchange sums;
+    # "mpi": all ranks through MPI's own reduction. "auto" is "node" wherever ranks share a node and
+    # there is memory for it, since what need not be sent costs least.
+    reduction: str = _setting("auto", "reduction", choices=("auto", "node", "mpi"))
     # How many ranks of the view must have arrived in a round before it may do without the others.
     # A majority, so that rounds follow each other: two majorities have a rank in common.
     quorum: str = _setting("majority", "reduction", parse=closing.parse_quorum)

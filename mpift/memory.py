@@ -36,6 +36,14 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def require_shared_memory() -> Path:
+    """The default folder, if what lies there is in memory; ``MpiftError`` otherwise."""
+    folder = default_folder()
+    if folder != _SHARED_MEMORY:
+        raise MpiftError(f"{_SHARED_MEMORY} cannot be written to, so there is no shared memory")
+    return folder
+
+
 def job_name(token: str, node: str) -> str:
     """What the region names of a job on a node, and of this user, have in common: 16 hex digits."""
     text = f"{token}\0{node}\0{os.geteuid()}"
@@ -139,20 +147,27 @@ def remove_job_of(path: Path) -> None:
 
 
 def _reserve(descriptor: int, path: Path, size_bytes: int) -> None:
-    system = os.fstatvfs(descriptor)
-    free_bytes = system.f_bavail * system.f_frsize
     try:
-        if free_bytes < size_bytes:
+        if _free_bytes(path.parent) < size_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise MpiftError(
-            f"{path} needs {size_bytes} bytes of shared memory, but {path.parent} has only"
-            f" {free_bytes} free: remove what other jobs left there, or enlarge it (in a"
-            " container: --shm-size)"
-        ) from None
+        raise _too_small(path, size_bytes) from None
+
+
+def _free_bytes(folder: Path) -> int:
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
+def _too_small(path: Path, size_bytes: int) -> MpiftError:
+    return MpiftError(
+        f"{path} needs {size_bytes} bytes of shared memory, but {path.parent} has only"
+        f" {_free_bytes(path.parent)} free: remove what other jobs left there, or enlarge it (in a"
+        " container: --shm-size)"
+    )
 
 
 def _not_ours(path: Path, found: str) -> MpiftError:

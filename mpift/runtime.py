@@ -33,6 +33,7 @@ from mpift.observe import lines
 from mpift.observe.reporter import Reporter
 from mpift.parameter_server.hub import Hub
 from mpift.recovery.transfer import Transfer
+from mpift.reduction.arenas import Arenas
 from mpift.reduction.calls import Calls, result_of
 from mpift.reduction.examinations import Examinations
 from mpift.reduction.lanes import GradientLanes
@@ -68,11 +69,10 @@ class Runtime:
         self.host = socket.gethostname()
         self._reporter = Reporter(self._launch_rank)
         self.emit = self._reporter.emit
-        schedule = chaos.parse(config.chaos, startup.launch_size())
         self._injector = Injector(
-            schedule,
+            chaos.parse(config.chaos, startup.launch_size()),
             self._launch_rank,
-            self._report_fault,
+            lambda fault, step: self.emit(events.FaultInjected, str(fault), step),
             peers=lambda: [self.identities[m].pid for m in self.neighbours if m != self.member],
             warn=lines.warn,
         )
@@ -96,15 +96,15 @@ class Runtime:
         world = self._service.world
         self.member = world.member
         self.identities = world.identities
-        # The view as the script sees it: it changes only inside our calls.
-        self.view: View = world.view
+        self.view: View = world.view  # as the script sees it: it changes only inside our calls
         # Among the node's processes at launch, which devices go by: this one's place, their number.
         self.launch_seat = (self.neighbours.index(self.member), len(self.neighbours))
         # Rounds that the script asked for, those applied, and those of them it was late for.
         self.steps_called = self.steps_applied = self.rounds_missed = 0
         self.round_view: View = world.view  # the view that reduced the last gradient round
+        self.exchange = introduction.exchange_through(self.operate)
         self.gradients = GradientLanes(
-            self._service, self.operate, self.on_service, self.require_service
+            self._service, Arenas(self), self.operate, self.on_service, self.require_service
         )
         self._calls = Calls(self._service, self.member, self.gradients.make_room)
         self.waiting = self._calls.waiting
@@ -124,11 +124,10 @@ class Runtime:
         self.config = self.given.for_nodes(len(self.nodes))
         if self.view.size == 1:
             return
-        exchange = introduction.exchange_through(self.operate)
-        token = self._token = introduction.agree_on_settings(self.config, exchange)
+        token = self._token = introduction.agree_on_settings(self.config, self.exchange)
         here, alone = self.identities[self.member], len(self.nodes) == 1
         self._node = Node(self.config, token, here, self.neighbours, alone, lines.warn)
-        addresses = introduction.watchdog_addresses(here.node, self._node.address, exchange)
+        addresses = introduction.watchdog_addresses(here.node, self._node.address, self.exchange)
         self._service.fencing.arm(token, self._node.liveness, addresses)
         self._node.all_have_met()
         probe = self._probe = HostProbe(
@@ -170,6 +169,11 @@ class Runtime:
     def nodes(self) -> tuple[str, ...]:
         """Distinct nodes of the present view, in order of their first rank."""
         return tuple(dict.fromkeys(self.identities[m].node for m in self.view.members))
+
+    @property
+    def node_name(self) -> str:
+        """Of the job on this node: what its files in shared memory go by."""
+        return memory.job_name(self._token, self.identities[self.member].node)
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -230,9 +234,8 @@ class Runtime:
     @functools.cached_property
     def savers(self) -> JobGroup:
         """The ranks as those that save checkpoints together; all make theirs at the same place."""
-        node = self.identities[self.member].node
-        names = (memory.job_name(self._token, ""), memory.job_name(self._token, node))
-        return self.attach(JobGroup(self, names, introduction.exchange_through(self.operate)))
+        names = (memory.job_name(self._token, ""), self.node_name)
+        return self.attach(JobGroup(self, names, self.exchange))
 
     def leave_evicted(self, reason: str) -> NoReturn:
         """This rank is no use to the others, and ends; ``reason`` is said of it."""
@@ -241,17 +244,15 @@ class Runtime:
 
     # -- faults ------------------------------------------------------------------------------------
 
-    def _report_fault(self, fault: chaos.Fault, step: int) -> None:
-        self.emit(events.FaultInjected, str(fault), step)
-
     def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
         view = rebuilt.view
         if view.coordinator == self.member:
-            members = tuple(self.identities[m].launch_rank for m in view.members)
-            lost = tuple(self.identities[m].launch_rank for m in rebuilt.lost)
-            reasons = tuple(
-                (farewells.get(m) or self._verdict(m))[:_WORDS_CHARS] for m in rebuilt.lost
+            members, lost = (
+                tuple(self.identities[m].launch_rank for m in some)
+                for some in (view.members, rebuilt.lost)
             )
+            words = tuple(farewells.get(m) or self._verdict(m) for m in rebuilt.lost)
+            reasons = tuple(each[:_WORDS_CHARS] for each in words)
             self.emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds, reasons)
 
     def _verdict(self, member: int) -> str:

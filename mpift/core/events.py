@@ -40,6 +40,15 @@ class RankStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReductionChosen(Event):
+    """How gradients are summed from now on: ``way`` is "node" (in the shared memory of each node)
+    or "mpi"; ``words`` are the extent of it, or why not in memory."""
+
+    way: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class FaultInjected(Event):
     """The fault schedule is about to strike this member; ``fault`` is its text."""
 

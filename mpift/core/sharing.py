@@ -123,9 +123,14 @@ class Legacies:
         still = tuple(pair for pair in self.rounds if pair[1] >= round_)
         return replace(self, known=part.locals, rounds=(*still, *((m, round_) for m in lost)))
 
-    def heirs_of(self, round_: int) -> tuple[int, ...]:
+    def left_for(self, round_: int) -> tuple[int, ...]:
         """Lost members whose stamps count in ``round_``."""
         return tuple(sorted(member for member, last in self.rounds if last == round_))
+
+
+def contributors(round_: int, part: Part, legacies: Legacies) -> list[int]:
+    """Whose stamps are looked at for ``round_``, in order of member id."""
+    return sorted((*part.locals, *legacies.left_for(round_)))
 
 
 def counted(
@@ -137,7 +142,7 @@ def counted(
     Raises ``MpiftError`` if a living member has stamped another round: memory is not what its
     words said."""
     found = []
-    for member in sorted((*part.locals, *legacies.heirs_of(round_))):
+    for member in contributors(round_, part, legacies):
         stamp = stamps[member]
         if stamp.round != round_:
             if member in part.locals:

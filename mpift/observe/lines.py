@@ -46,7 +46,9 @@ def _print(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def in_words(event: events.Event) -> str | None:
+def in_words(  # noqa: C901, one match
+    event: events.Event,
+) -> str | None:
     """One line for a person, or None for events that only a program wants."""
     match event:
         case events.FaultInjected(fault=fault, member=member):
@@ -70,6 +72,9 @@ def in_words(event: events.Event) -> str | None:
             events.RankStalled() | events.RankRepaired() | events.DeviceFailed() | events.KeysLost()
         ):
             return _rank_in_words(event)
+        case events.ReductionChosen(way=way, words=extent):
+            place = "in shared memory" if way == "node" else "through MPI"
+            return f"gradients are summed {place}: {extent}"
         case events.HealthChanged(host=host, band=band, reason=reason):
             return f"health of {host}: {band}" + (f" ({reason})" if reason else "")
         case events.RankFailed(member=member, host=host, reason=reason, exit_code=code):

@@ -82,10 +82,19 @@ def empty_bucket(bucket: Bucket) -> np.ndarray:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """All buckets, in the one order in which every rank starts them. ``memory`` gives what
-    contributions and results lie in, zeroed: for devices, memory that they can reach."""
+    contributions and results lie in, zeroed; those of the ``pinned`` devices lie in no other, since
+    a device reaches no other."""
 
     buckets: tuple[Bucket, ...]
     memory: Callable[[Bucket], np.ndarray] = field(default=empty_bucket, compare=False)
+    pinned: frozenset[int] = frozenset()
+
+    def places(self, memory: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """By bucket, the array of ``memory`` that it may lie in; None where it needs its own."""
+        if not memory:
+            return [None] * len(self.buckets)
+        pairs = zip(self.buckets, memory, strict=True)
+        return [None if bucket.device in self.pinned else array for bucket, array in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,7 @@ def lay_out(
     first_bytes: int,
     bucket_bytes: int,
     memory: Callable[[Bucket], np.ndarray] = empty_bucket,
+    pinned: Iterable[int] = (),
 ) -> Layout:
     """Buckets for ``parameters``, last one first: backward produces gradients in about that order.
 
@@ -130,7 +140,7 @@ def lay_out(
         sizes[kind] = size
     closed += open_buckets.items()
     buckets = (_bucket(parameters, *kind, numbers) for kind, numbers in closed)
-    return Layout(tuple(buckets), memory)
+    return Layout(tuple(buckets), memory, frozenset(pinned))
 
 
 def _bucket(
@@ -148,26 +158,18 @@ def _bucket(
 
 class Contributions:
     """The memory of what this rank puts into the rounds of one layout: a buffer a bucket, and what
-    is carried to a later round. A buffer that MPI may still read is replaced, never reused.
+    is carried to a later round. ``homes`` is memory for the buffers, where they may lie in it.
+    A buffer that MPI may still read is replaced, never reused.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, homes: Sequence[np.ndarray] = ()) -> None:
         self.layout = layout
-        self.buffers = [layout.memory(bucket) for bucket in layout.buckets]
+        self.buffers = [
+            self._fresh(bucket) if home is None else home
+            for bucket, home in enumerate(layout.places(homes))
+        ]
         # What has found no round yet, and is added to the next gradient.
         self._carried: list[np.ndarray | None] = [None] * len(layout.buckets)
-        self._zeros: list[np.ndarray | None] = [None] * len(layout.buckets)
-
-    def zeros(self, bucket: int) -> np.ndarray:
-        """A contribution of nothing: no data, nobody used anything, no participation."""
-        zeros = self._zeros[bucket]
-        if zeros is None:
-            zeros = self._zeros[bucket] = empty_bucket(self.layout.buckets[bucket])
-        return zeros
-
-    def drop_zeros(self, bucket: int) -> None:
-        """Forget the zeros of a bucket: whoever still reads them keeps them."""
-        self._zeros[bucket] = None
 
     def replace(self, bucket: int) -> None:
         """A fresh buffer in place of one that may still be read from."""
@@ -187,15 +189,16 @@ class Contributions:
             return carried, False
         if carried is None:
             return self.buffers[bucket], False
-        self.buffers[bucket], self._carried[bucket] = carried, None
-        return carried, True
+        np.copyto(self.buffers[bucket], carried)
+        self._carried[bucket] = None
+        return self.buffers[bucket], True
 
     def carry(self, bucket: int) -> None:
         """What is in a buffer has found no round: keep it for the next gradient."""
         given, carried = self.buffers[bucket], self._carried[bucket]
         if carried is None:
-            self._carried[bucket] = given
-            self.replace(bucket)
+            carried = self._carried[bucket] = self._fresh(bucket)
+            np.copyto(carried, given)
             return
         carried += given
         counts = carried[self.layout.buckets[bucket].slots[0].used :]

@@ -29,6 +29,7 @@ Range = tuple[int, int]
 # (from, to): float32[n] to uint16[n], or the other way; both are views that must not be kept.
 Cast = Callable[[np.ndarray, np.ndarray], None]
 
+FLOAT32 = np.dtype(np.float32)
 _ALIGNMENT_BYTES = 4
 _FLOAT_BYTES = 4
 _MAGNITUDE = 0x7FFF_FFFF  # a float32 without its sign bit; its order is that of the magnitudes
@@ -61,8 +62,9 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Values as they are."""
+    """Values as they are; the only codec that takes other floats than float32."""
 
+    dtype: np.dtype = FLOAT32
     name = "none"
     lossy = False
 
@@ -71,16 +73,16 @@ class Plain:
         return self
 
     def max_bytes(self, elements: int) -> int:
-        return _FLOAT_BYTES * elements
+        return self.dtype.itemsize * elements
 
     def encode(self, values: np.ndarray, out: np.ndarray) -> int:
-        size_bytes = _FLOAT_BYTES * values.size
-        out[:size_bytes].view(np.float32)[:] = values
+        size_bytes = self.max_bytes(values.size)
+        out[:size_bytes].view(self.dtype)[:] = values
         return size_bytes
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> int:
-        size_bytes = _FLOAT_BYTES * out.size
-        out[:] = data[:size_bytes].view(np.float32)
+        size_bytes = self.max_bytes(out.size)
+        out[:] = data[:size_bytes].view(self.dtype)
         return size_bytes
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpift.reduction.buckets import Bucket
-from mpift.reduction.codecs import Codec, Compressor, Plain, Range
+from mpift.reduction.codecs import FLOAT32, Codec, Compressor, Plain, Range
 from mpift.transport.lane import Started
 
 # Values are worked on in blocks that stay in the processor's cache, with what is made of them. Not
@@ -36,8 +36,7 @@ OPERATION_TAG = 8
 GRADIENT_TAG = 16
 GRADIENT_TAGS_A_LANE = 1 << 14
 
-_HEAD_BYTES = 4  # of a contribution: whether anything follows
-_COUNT_BYTES = 4
+_HEAD_BYTES = 8  # of a contribution: whether anything follows
 
 # Requests of a stage that failed while it was being started: nobody waits for them any more, but
 # MPI may still carry them out. Kept for life, like a lane's quarantine.
@@ -70,8 +69,8 @@ class _Buffers:
 
 
 class CompressedSum:
-    """The sum of one bucket: float32[elements] of values through ``codec``, and after them
-    float32[counts] of exact small whole numbers.
+    """The sum of one bucket: ``dtype``[elements] of values through ``codec``, and after them
+    ``dtype``[counts] of exact small whole numbers. It is float32, unless all values travel plain.
 
     ``plain`` are ranges [start, stop) of values that travel as they are, ascending. ``feedback``:
     whether a residual is kept. Used on the service thread only. A round is ``start``, then
@@ -88,8 +87,11 @@ class CompressedSum:
         counts: int = 0,
         plain: Sequence[Range] = (),
         feedback: bool = True,
+        dtype: np.dtype = FLOAT32,
     ) -> None:
         self._codec = codec
+        self._dtype = dtype
+        self._plain = Plain(dtype)
         self._elements = elements
         self._blocks = tuple(_blocks(elements, plain))
         self._feedback = feedback and codec.lossy
@@ -102,11 +104,11 @@ class CompressedSum:
         self._buffers: _Buffers | None = None
         self._pieces: list[list[_Block]] = []
         self._present: list[int] = []  # ranks that contributed
-        self._counts = np.zeros(counts, np.float32)
+        self._counts = np.zeros(counts, dtype)
 
     @property
     def counts(self) -> np.ndarray:
-        """float32[counts]: their sum over all ranks. Complete as the values are."""
+        """dtype[counts]: their sum over all ranks. Complete as the values are."""
         return self._counts
 
     @property
@@ -114,10 +116,14 @@ class CompressedSum:
         """float32[elements]: what is still owed to later results; None before the first loss."""
         return self._residual
 
+    def owe(self, residual: np.ndarray) -> None:
+        """Before the first start: dtype[elements] that is owed to its results from before."""
+        self._residual = residual
+
     def start(self, comm: Any, tag: int, contribution: np.ndarray | None) -> list[Started]:
         """Begin the sum of a round; what is returned has to complete, nothing means it is done.
 
-        ``contribution`` is float32[elements + counts], read before this returns; None is zeros and
+        ``contribution`` is dtype[elements + counts], read before this returns; None is zeros and
         leaves the residual as it is. Messages take the tags 2 ``tag`` and 2 ``tag`` + 1 of
         ``comm``, whose other ranks start theirs with the same one.
         """
@@ -126,7 +132,7 @@ class CompressedSum:
         lengths = self._write_contributions(buffers, contribution)
         self._stage = _Stage.CONTRIBUTIONS
         others = _others(comm)
-        started = _exchange(
+        started = exchange(
             comm,
             self._tag,
             receive={peer: buffers.contributions[peer] for peer in others},
@@ -147,7 +153,7 @@ class CompressedSum:
         length = self._add_values(buffers)
         self._stage = _Stage.SUMS
         others = _others(comm)
-        started = _exchange(
+        started = exchange(
             comm,
             self._tag + 1,
             receive={peer: buffers.pieces[peer] for peer in others},
@@ -156,7 +162,7 @@ class CompressedSum:
         return started or self.proceed(comm)
 
     def result(self, out: np.ndarray) -> None:
-        """Write the sums, values and counts, into float32[elements + counts]."""
+        """Write the sums, values and counts, into dtype[elements + counts]."""
         assert self._stage is _Stage.IDLE, "the sum is not complete"
         out[self._elements :] = self._counts
         if not self._present:
@@ -195,7 +201,7 @@ class CompressedSum:
             list(_cut(self._blocks, *_piece(self._elements, size, r))) for r in range(size)
         ]
         longest = max(self._max_bytes(piece) for piece in self._pieces)
-        head = _HEAD_BYTES + _COUNT_BYTES * self._counts.size
+        head = _HEAD_BYTES + self._counts.nbytes
         self._buffers = _Buffers(size, rank, head + longest)
         return self._buffers
 
@@ -207,7 +213,7 @@ class CompressedSum:
         return total
 
     def _codec_of(self, block: _Block) -> Codec:
-        return Plain() if block.plain else self._codec
+        return self._plain if block.plain else self._codec
 
     @np.errstate(all="ignore")  # gradients overflow now and then; who steps on them finds out
     def _write_contributions(self, buffers: _Buffers, contribution: np.ndarray | None) -> list[int]:
@@ -217,10 +223,10 @@ class CompressedSum:
         loss = self._begin_residual(contribution is None)
         lengths = []
         for message, piece in zip(messages, self._pieces, strict=True):
-            message[:_HEAD_BYTES].view(np.uint32)[0] = contribution is not None
+            message[:_HEAD_BYTES].view(np.uint64)[0] = contribution is not None
             at = _HEAD_BYTES
             if contribution is not None:
-                counts = message[at : at + _COUNT_BYTES * self._counts.size].view(np.float32)
+                counts = message[at : at + self._counts.nbytes].view(self._dtype)
                 counts[:] = contribution[self._elements :]
                 at += counts.nbytes
                 for block in piece:
@@ -260,9 +266,9 @@ class CompressedSum:
         self._counts[:] = 0
         self._present = []
         for rank, message in enumerate(buffers.contributions):
-            if message[:_HEAD_BYTES].view(np.uint32)[0]:
+            if message[:_HEAD_BYTES].view(np.uint64)[0]:
                 counts = message[_HEAD_BYTES : _HEAD_BYTES + self._counts.nbytes]
-                self._counts += counts.view(np.float32)
+                self._counts += counts.view(self._dtype)
                 self._present.append(rank)
 
     @np.errstate(all="ignore")  # as above: infinities of two signs make a NaN
@@ -271,7 +277,7 @@ class CompressedSum:
         out = buffers.pieces[buffers.rank]
         piece = self._pieces[buffers.rank]
         longest = max((block.stop - block.start for block in piece), default=0)
-        totals, addends = np.empty((2, longest), np.float32)
+        totals, addends = np.empty((2, longest), self._dtype)
         positions = dict.fromkeys(self._present, _HEAD_BYTES + self._counts.nbytes)
         length = 0
         for block in piece:
@@ -292,16 +298,26 @@ class CompressedSum:
         return length
 
 
-def sum_of_bucket(bucket: Bucket, compressor: Compressor) -> CompressedSum | None:
-    """What sums ``bucket`` over all ranks; None where MPI's own sum does, as nothing in it is to be
-    compressed."""
+def is_compressed(bucket: Bucket, compressor: Compressor) -> bool:
+    """Whether anything in ``bucket`` is."""
+    some = any(compressor.compresses(slot.stop - slot.start) for slot in bucket.slots)
+    return bucket.dtype == np.float32 and some
+
+
+def sum_of_slice(
+    bucket: Bucket, start: int, stop: int, counts: int, compressor: Compressor
+) -> CompressedSum:
+    """What sums elements [start, stop) of ``bucket``, and so many counts after them, by messages,
+    compressed as far as they are to be."""
+    if not is_compressed(bucket, compressor):
+        return CompressedSum(Plain(bucket.dtype), stop - start, counts, dtype=bucket.dtype)
     tensors = [(slot.start, slot.stop) for slot in bucket.slots]
-    some = any(compressor.compresses(stop - start) for start, stop in tensors)
-    if bucket.dtype != np.float32 or not some:
-        return None
-    counts = bucket.length - bucket.elements
-    plain = compressor.plain_ranges(tensors)
-    return CompressedSum(compressor.codec, bucket.elements, counts, plain)
+    within = [
+        (max(first, start) - start, min(last, stop) - start)
+        for first, last in compressor.plain_ranges(tensors)
+        if first < stop and last > start
+    ]
+    return CompressedSum(compressor.codec, stop - start, counts, within)
 
 
 def _others(comm: Any) -> list[int]:
@@ -309,10 +325,11 @@ def _others(comm: Any) -> list[int]:
     return [(comm.rank + distance) % comm.size for distance in range(1, comm.size)]
 
 
-def _exchange(
+def exchange(
     comm: Any, tag: int, receive: Mapping[int, np.ndarray], send: Mapping[int, np.ndarray]
 ) -> list[Started]:
-    """One message from and one to each of these ranks."""
+    """Begin one message from and one to each of these ranks of ``comm``. If some of that fails,
+    what was begun is kept for life, like a lane's quarantine."""
     started: list[Started] = []
     try:
         for peer, buffer in receive.items():

@@ -17,10 +17,15 @@ import numpy as np
 
 from mpift.core import lockstep, rounds
 from mpift.core.closing import Quorum
+from mpift.core.sharing import Kind
 from mpift.errors import GradientError
-from mpift.reduction.buckets import Contributions, Layout, empty_bucket
-from mpift.reduction.compressed import GRADIENT_TAG, GRADIENT_TAGS_A_LANE, CompressedSum
+from mpift.reduction.arena import Arena
+from mpift.reduction.buckets import Contributions, Layout
+from mpift.reduction.codecs import Compressor
+from mpift.reduction.compressed import GRADIENT_TAG, GRADIENT_TAGS_A_LANE
+from mpift.reduction.node import Node, NodeSum
 from mpift.reduction.results import Results
+from mpift.reduction.sums import BucketSum, Claim, sum_through_mpi
 from mpift.transport.lane import Started
 from mpift.transport.world import LaneReport, World
 
@@ -58,21 +63,18 @@ class Delivered:
 
 
 class GradientRounds:
-    """A ``Workload`` over the buckets of ``layout``. ``compress`` makes, for a bucket, what reduces
-    it compressed; None for MPI's own sum."""
+    """A ``Workload`` over the buckets of ``layout``, whose values travel as ``compressor`` says.
+    They are summed through MPI, until ``move_in`` or ``relayout`` gives them an arena."""
 
     def __init__(
-        self,
-        layout: Layout,
-        rules: RoundRules,
-        compress: Callable[[Layout, int], CompressedSum | None] = lambda _layout, _bucket: None,
+        self, layout: Layout, rules: RoundRules, compressor: Compressor | None = None
     ) -> None:
         self.rules = rules
         self._carries = rules.carry
-        self._compress = compress
+        self._compressor = compressor or Compressor()
         self._open = 0  # number of the open round, on the service thread
         self._feed: Callable[[Any], None]
-        self._tag: int
+        self._tag = GRADIENT_TAG
         self._ranks = 0  # in the view of the open round
         self._news = threading.Condition()
         self._delivered: dict[int, Delivered] = {}  # completed and not applied
@@ -85,14 +87,26 @@ class GradientRounds:
         self._late: dict[int, tuple[int, ...]] = {}
         self._wants_alarm = False
         self._alarmed = -1  # the last round with an alarm
-        self._lay(layout)
+        self._lay(layout, None)
         self.results = Results(layout)
 
-    def _lay(self, layout: Layout) -> None:
-        self.contributions = Contributions(layout)
-        self._sums = [self._compress(layout, bucket) for bucket in range(len(layout.buckets))]
+    def _lay(self, layout: Layout, arena: Arena | None) -> None:
+        self._arena = arena
+        self.contributions = Contributions(layout, () if arena is None else arena.homes)
+        self._sums: list[BucketSum] = []
+        node = None if arena is None else Node(arena)
+        for number, bucket in enumerate(layout.buckets):
+            if node is None:
+                self._sums.append(sum_through_mpi(bucket, self._compressor))
+            else:
+                self._sums.append(NodeSum(node, number, self._compressor))
         # Contributions that MPI may still read: replaced before the next round fills them.
         self._read_on: set[int] = set()
+
+    def move_in(self, arena: Arena) -> None:
+        """Contributions and results lie in ``arena``; before the first of them."""
+        self._lay(arena.layout, arena)
+        self.results = Results(arena.layout, shared=arena.results)
 
     @property
     def buckets(self) -> int:
@@ -115,10 +129,10 @@ class GradientRounds:
         self._incomplete = incomplete
         self._tag = GRADIENT_TAG + lane * GRADIENT_TAGS_A_LANE
 
-    def relayout(self, layout: Layout) -> None:
+    def relayout(self, layout: Layout, arena: Arena | None) -> None:
         """Another layout from the open round on; on the service thread, between rounds."""
-        self._lay(layout)
-        self.results = self.results.relayout(layout)
+        self._lay(layout, arena)
+        self.results = self.results.relayout(layout, () if arena is None else arena.results)
 
     # -- for the main thread -----------------------------------------------------------------------
 
@@ -249,36 +263,15 @@ class GradientRounds:
         if start.real and bucket not in self._read_on:
             mine[places.late] = start.late
             mine[places.alarm] = self._wants_alarm
+        empty = Kind.ALARM if self._wants_alarm else Kind.NOTHING
+        kind = Kind.REAL if start.real else empty
+        self.results.vacate(bucket)
         receive = self.results.receive(bucket)
-        compressed = self._sums[bucket]
-        if compressed is not None:
-            started = compressed.start(
-                world.control, self._tag + bucket, mine if start.real else None
-            )
-            if not started:
-                compressed.result(receive)
-            return started
-        send = mine if start.real else self._nothing(bucket)
-        request = comm.Iallreduce(send, receive, world.operator("sum"))
-        return [Started(request, (send, receive))]
-
-    def _nothing(self, bucket: int) -> np.ndarray:
-        """A contribution of zeros; a rank that has left or is late can still give the alarm."""
-        if not self._wants_alarm:
-            return self.contributions.zeros(bucket)
-        places = self.contributions.layout.buckets[bucket]
-        fresh = empty_bucket(places)
-        fresh[places.alarm] = 1
-        return fresh
+        claim = Claim(start.round, kind, mine, receive, self._tag + bucket)
+        return self._sums[bucket].start(world, comm, claim)
 
     def proceed(self, world: World, comm: Any, bucket: int) -> Sequence[Started]:
-        compressed = self._sums[bucket]
-        if compressed is None:
-            return []
-        started = compressed.proceed(world.control)
-        if not started:
-            compressed.result(self.results.receive(bucket))
-        return started
+        return self._sums[bucket].proceed(world)
 
     def participants(self, bucket: int) -> int:
         return self._count(bucket, self.contributions.layout.buckets[bucket].participation)
@@ -290,9 +283,10 @@ class GradientRounds:
         for bucket in self._read_on & deliver.counted:
             self.contributions.replace(bucket)
         self._read_on -= deliver.counted
-        for compressed in self._sums:
-            if compressed is not None:
-                compressed.settle()
+        for each in self._sums:
+            each.settle()
+        if self._arena is not None:
+            self._arena.clear()
         counts = [self.participants(bucket) for bucket in range(self.buckets)]
         numbered = list(enumerate(self.contributions.layout.buckets))
         stale = max(self._count(number, bucket.late) for number, bucket in numbered)
@@ -353,9 +347,7 @@ class GradientRounds:
 
     def abandon(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
-            self._read_on.add(bucket)
-            self.results.renew(bucket)
-            self.contributions.drop_zeros(bucket)
-            compressed = self._sums[bucket]
-            if compressed is not None:
-                compressed.abandon()
+            if self._sums[bucket].lends:
+                self._read_on.add(bucket)
+            self.results.forget(bucket)
+            self._sums[bucket].abandon()

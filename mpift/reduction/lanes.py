@@ -10,6 +10,8 @@ import numpy as np
 
 from mpift.core import history
 from mpift.errors import MismatchError
+from mpift.reduction.arenas import Arenas
+from mpift.reduction.buckets import Layout
 from mpift.reduction.gradients import GradientRounds
 from mpift.reduction.operations import Kind, Operation
 from mpift.reduction.records import Records
@@ -45,18 +47,20 @@ class Follower(Protocol):
 
 
 class GradientLanes:
-    """See the module's docstring. ``operate`` carries out an operation with all ranks,
-    ``on_service`` a function on the service thread; ``require_service`` raises
-    ``NotInitializedError`` if there is none."""
+    """See the module's docstring. ``arenas`` opens memory for a lane, ``operate`` carries out an
+    operation with all ranks, ``on_service`` a function on the service thread; ``require_service``
+    raises ``NotInitializedError`` if there is none."""
 
     def __init__(
         self,
         service: Service,
+        arenas: Arenas,
         operate: Callable[[Operation], np.ndarray],
         on_service: Callable[[Callable[[], Any]], None],
         require_service: Callable[[], None],
     ) -> None:
         self._service = service
+        self._arenas = arenas
         self._operate = operate
         self._on_service = on_service
         self._require_service = require_service
@@ -76,6 +80,9 @@ class GradientLanes:
                 opened.append(lane)
 
         self._operate(Operation(Kind.OPEN_LANE))
+        arena = self._arenas.open(workload.contributions.layout)
+        if arena is not None:
+            workload.move_in(arena)
         self._on_service(add)
         if not opened:
             raise MismatchError(
@@ -93,14 +100,15 @@ class GradientLanes:
         self._require_service()  # or whoever waits for what follows waits for ever
         self._service.feed(lane, event)
 
-    def relayout(self, lane: int, change: Callable[[], None]) -> None:
-        """Change a lane's layout between two rounds; returns when that is done. All ranks call
+    def relayout(self, lane: int, workload: GradientRounds, layout: Layout) -> None:
+        """Give a lane another layout between two rounds; returns when that is done. All ranks call
         this for the same round; ``MismatchError`` if some have left already."""
         self._operate(Operation(Kind.CHANGE_LAYOUT))
+        arena = self._arenas.open(layout)
 
         def apply() -> None:
-            change()
-            self._service.lanes[lane].set_buckets(self._service.lanes[lane].workload.buckets)
+            workload.relayout(layout, arena)
+            self._service.lanes[lane].set_buckets(workload.buckets)
 
         self._on_service(apply)
 

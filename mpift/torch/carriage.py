@@ -60,7 +60,8 @@ def layout_of(
     def memory(bucket: Bucket) -> np.ndarray:
         return memory_for(devices[bucket.device], bucket.length, bucket.dtype)
 
-    return lay_out(specs, first_bytes, bucket_bytes, memory)
+    pinned = [number for number, device in enumerate(devices) if device.type != "cpu"]
+    return lay_out(specs, first_bytes, bucket_bytes, memory, pinned)
 
 
 class Carriage:
@@ -210,8 +211,8 @@ class Carriage:
     def take(self, round_: int) -> None:
         """Let ``p.grad`` be the result of a completed round; None for a parameter that no rank
         used."""
-        with torch.no_grad():
-            for number, result in enumerate(self._workload.results.of(round_)):
+        with torch.no_grad(), self._workload.results.reading(round_) as results:
+            for number, result in enumerate(results):
                 self._copy_out(number, result)
 
     def _copy_out(self, number: int, result: np.ndarray) -> None:

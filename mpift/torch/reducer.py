@@ -20,7 +20,6 @@ from mpift.devices.courier import Courier
 from mpift.errors import DeviceError, GradientError
 from mpift.reduction.buckets import Layout
 from mpift.reduction.codecs import Compressor
-from mpift.reduction.compressed import sum_of_bucket
 from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.reduction.records import RecordWithheldError
 from mpift.torch import amp
@@ -73,11 +72,7 @@ class Reducer:
         self._hooks: list[Any] = []
         self._courier = Courier()
         layout = self._lay_out()
-        self.workload = GradientRounds(
-            layout,
-            rules,
-            lambda layout, number: sum_of_bucket(layout.buckets[number], compressor),
-        )
+        self.workload = GradientRounds(layout, rules, compressor)
         self._carriage = self._carriage_of(layout)
         self.verification = Verification(
             optimizer, self._runtime, self.workload, self.name_of, verify_every
@@ -234,7 +229,7 @@ class Reducer:
         passes = dict(zip(self._parameters, self._passes, strict=True))
         self._runtime.gradients.settle([self])
         layout = self._lay_out()
-        self._runtime.gradients.relayout(self.replica.lane, lambda: self.workload.relayout(layout))
+        self._runtime.gradients.relayout(self.replica.lane, self.workload, layout)
         self.replica.carriage = self._carriage = self._carriage_of(layout)
         self._check_alike()
         self._prepare()

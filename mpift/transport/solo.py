@@ -59,6 +59,7 @@ class SoloWorld:
         self.view = initial_view(1)
         self.launch_size = 1
         self.identities: dict[int, ProcessIdentity] = {0: processes.identify(0)}
+        self.gone: frozenset[int] = frozenset()
         self.control: Any = SoloComm()
         self.heartbeat: Any = SoloComm()
         self.lane_comms: list[Any] = [SoloComm() for _ in range(lanes)]

@@ -82,6 +82,7 @@ class World(Protocol):
     view: View
     launch_size: int  # ranks at launch; member ids are below it
     identities: dict[int, ProcessIdentity]
+    gone: frozenset[int]  # members whose end is confirmed; the same on all ranks of a view
     warnings: list[str]
     # Set by ``finalize`` where mpi4py will call MPI_Finalize at the interpreter's end all the same,
     # and that would wait for the dead.
@@ -144,6 +145,7 @@ class MpiWorld:
         self.launch_size: int = origin.size
         self.member: int = origin.rank
         self.identities: dict[int, ProcessIdentity] = {}
+        self.gone: frozenset[int] = frozenset()
         self._start(origin, lanes)
         self.view = View(0, tuple(sorted(self.identities)))
         # Communicators of older epochs: messages may still arrive on them, so they stay.
@@ -237,6 +239,7 @@ class MpiWorld:
         self._base, self.control, self.heartbeat = base, attempt.control, attempt.heartbeat
         self.lane_comms = attempt.lane_comms
         lost = tuple(sorted(set(old.members) - set(self.view.members)))
+        self.gone |= attempt.confirmed
         seconds = time.monotonic() - begin
         return Rebuilt(self.view, lost, attempt.confirmed, attempt.reports, seconds)
 

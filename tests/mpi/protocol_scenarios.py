@@ -127,10 +127,11 @@ class Trainer:
             return []
         assert own == self.round
         found: list[float] = []
-        for bucket, result in zip(self.layout.buckets, self.workload.results.of(own), strict=True):
-            values = result[: bucket.late]
-            assert (values == values[0]).all(), "a result is torn"
-            found += [float(values[0]), float(result[bucket.participation])]
+        with self.workload.results.reading(own) as results:
+            for bucket, result in zip(self.layout.buckets, results, strict=True):
+                values = result[: bucket.late]
+                assert (values == values[0]).all(), "a result is torn"
+                found += [float(values[0]), float(result[bucket.participation])]
         self.replay(own + 1)
         return found
 

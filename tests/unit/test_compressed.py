@@ -200,7 +200,7 @@ def test_where_nobody_contributes_the_sum_is_zero_after_one_short_message_each(
     network, comms = network_of(3, 0)
     sums = [CompressedSum(codec, 100, 2) for _ in comms]
     running = start_all(comms, sums, [None] * 3)
-    assert all(each.buffers[0].size == 4 for r in running for each in r.started[2:])
+    assert all(each.buffers[0].size == 8 for r in running for each in r.started[2:])
     complete(network, running)
     assert not results(sums, 102)[0].any()
     assert network.sent == 6

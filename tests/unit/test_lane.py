@@ -69,8 +69,8 @@ def test_a_redo_receives_into_fresh_buffers() -> None:
     for _, old in before:
         old[:] = 666
     complete_all(world, comm, lane)
-    for bucket in range(2):
-        assert (workload.results.of(0)[bucket][:10] == 1).all()
+    with workload.results.reading(0) as results:
+        assert all((result[:10] == 1).all() for result in results)
 
 
 def test_a_contribution_that_may_still_be_read_is_not_written_by_the_next_round() -> None:
@@ -101,7 +101,7 @@ def test_a_result_is_handed_over_even_after_the_layout_changed() -> None:
         workload.contributions.buffers[bucket][:] = 5
         lane.feed(world, lockstep.Contributed(bucket))
     complete_all(world, comm, lane)
-    workload.relayout(lay_out([ParameterSpec("q", 3, "float32")], 40, 40))
+    workload.relayout(lay_out([ParameterSpec("q", 3, "float32")], 40, 40), None)
     lane.set_buckets(1)
     assert lane.report() == LaneReport(1, 0, 0, 2 * 14 * 4, 0, 0)
     assert all((result[:10] == 5).all() for result in workload.result_to_give())

@@ -33,7 +33,8 @@ def test_what_is_not_applied_is_kept_and_used_again_after_that() -> None:
     arrays = [receive(results, round_) for round_ in range(4)]
     assert not any(np.shares_memory(a, b) for a in arrays for b in arrays if a is not b)
     for round_ in range(4):
-        assert (results.of(round_)[0] == round_).all()
+        with results.reading(round_) as (array,):
+            assert (array == round_).all()
         results.release(round_)
     later = [receive(results, round_) for round_ in range(4, 7)]
     assert {id(array) for array in later} <= {id(array) for array in arrays}
