@@ -139,7 +139,7 @@ class Runtime:
             emit=self.emit,
             end=lambda code, reason: self._give_up(code, reason, seen=False),
             leave=lambda reason: self._give_up(ExitCode.SCRIPT_FAILED, f"evicted: it {reason}"),
-            waits=lambda: self._calls.waits,
+            waits=lambda: self._service.waited,
             sample=probe.sample,
             impairment=self._injector.impairment,
         )

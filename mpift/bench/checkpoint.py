@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mpift.bench.machine import START_SECONDS, results_of, threads_a_rank
 from mpift.bench.spread import Spread, ratios, spread_of
-from mpift.bench.step import threads_a_rank
-from mpift.errors import ConfigError, MpiftError
+from mpift.errors import ConfigError
 from mpift.testing.ranks import run_ranks
 
 # In the order of the table, with what each is; dcp is torch.distributed.checkpoint.
@@ -70,8 +70,7 @@ _DISK_FACTOR = 12
 # A process also reads the code that it loads; of the state, so much may come from storage in a read
 # that counts as one from the page cache.
 _STORAGE_SHARE_MAX = 0.01
-# Loading torch on every rank; and what storage must manage at least.
-_START_SECONDS = 60.0
+# What storage must manage at least.
 _MIB_A_SECOND_MIN = 20
 
 
@@ -90,7 +89,7 @@ class Plan:
     def seconds_max(self) -> float:
         """No healthy run takes longer."""
         moved = (len(WRITES) + len(READS)) * (self.rounds + 1) * self.mib
-        return _START_SECONDS + moved / _MIB_A_SECOND_MIN
+        return START_SECONDS + moved / _MIB_A_SECOND_MIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +227,7 @@ def measure(plan: Plan) -> CheckpointReport:
     finally:
         if not plan.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    if len(outcome.results) < plan.ranks:
-        failed = plan.ranks - len(outcome.results)
-        raise MpiftError(f"{failed} of {plan.ranks} ranks failed: {outcome}")
-    by_rank = [outcome.results[member] for member in range(plan.ranks)]
-    return report(plan, threads, folder, load_average, by_rank)
+    return report(plan, threads, folder, load_average, results_of(outcome, plan.ranks))
 
 
 def report(

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpift.torch as hvd
 from mpift import runtime
-from mpift.bench.models import MODELS, BenchModel
+from mpift.bench.models import MODELS
 from mpift.errors import MpiftError
 
 # At the start of each block: another contender has had the caches.
@@ -61,15 +61,17 @@ def contend(model_name: str, rounds: int, steps: int, rendezvous: str) -> dict[s
     blocks: dict[str, Block] = {
         name: _training(*trainer, batch) for name, trainer in trainers.items()
     }
-    blocks["mpi"] = _raw_allreduce(model)
-    seconds = _take_turns(blocks, rounds, steps)
+    gradient = np.ones(model.parameters, np.float32)
+    blocks["mpi"] = raw_allreduce(gradient, np.empty_like(gradient))
+    seconds = take_turns(blocks, rounds, steps)
     _check_same_work(original, trainers["mpift"][0], trainers["ddp_gloo"][0])
     distributed.destroy_process_group()
     hvd.shutdown()
     return {"seconds": seconds, "torch": torch.__version__}
 
 
-def _take_turns(blocks: dict[str, Block], rounds: int, steps: int) -> dict[str, list[float]]:
+def take_turns(blocks: dict[str, Block], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of one step by name, a number a round: the median of a block of ``steps`` steps."""
     names = list(blocks)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, rounds):  # round -1 warms up: first touch of memory, DDP's buckets
@@ -119,10 +121,8 @@ def _training(
     return block
 
 
-def _raw_allreduce(model: BenchModel) -> Block:
-    """Blocking ``Allreduce`` of as many bytes as one step's gradient, with nothing else to do."""
-    send = np.ones(model.parameters, np.float32)
-    receive = np.empty_like(send)
+def raw_allreduce(send: np.ndarray, receive: np.ndarray) -> Block:
+    """Blocking ``Allreduce``, with nothing else to do."""
 
     def block(steps: int) -> list[float]:
         times: list[float] = []

@@ -7,20 +7,22 @@ ratio of the medians, its spread that of the rounds' own ratios.
 
 from __future__ import annotations
 
-import os
-import resource
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from mpift.bench.machine import (
+    START_SECONDS,
+    Others,
+    rank_environment,
+    results_of,
+    threads_a_rank,
+)
 from mpift.bench.models import MODELS, BenchModel
 from mpift.bench.spread import Spread, ratios, spread_of
-from mpift.errors import ConfigError, MpiftError
+from mpift.errors import ConfigError
 from mpift.testing.ranks import run_ranks
 
 # In the order of the table, with what each is.
@@ -30,12 +32,8 @@ CONTENDERS = {
     "ddp_gloo": "torch DDP over gloo",
     "mpi": "raw MPI Allreduce of the same bytes",
 }
-# Loading torch on every rank, and a bound on one step of the slowest contender.
-_START_SECONDS = 60.0
+# A bound on one step of the slowest contender.
 _STEP_SECONDS_MAX = 3.0
-# Keep freed memory: glibc hands large blocks back to the kernel, or not, by what was freed before,
-# and a step that has to fault its gradients in again takes a third longer, whoever reduces them.
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +88,18 @@ def measure(ranks: int, model_name: str, rounds: int, steps: int) -> StepReport:
     from mpift.bench.contenders import contend
 
     threads = threads_a_rank(ranks)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",
-        **_KEEP_MEMORY,
-    }
-    begin, others_before = time.monotonic(), _others_seconds()
+    others = Others()
     blocks = len(CONTENDERS) * (rounds + 1)
     with tempfile.TemporaryDirectory(prefix="mpift-bench-") as folder:
         outcome = run_ranks(
             ranks,
             contend,
             *(model_name, rounds, steps, str(Path(folder, "rendezvous"))),
-            timeout_seconds=_START_SECONDS + blocks * (steps + 2) * _STEP_SECONDS_MAX,
-            environment=environment,
+            timeout_seconds=START_SECONDS + blocks * (steps + 2) * _STEP_SECONDS_MAX,
+            environment=rank_environment(threads),
         )
-    if len(outcome.results) < ranks:
-        raise MpiftError(f"{ranks - len(outcome.results)} of {ranks} ranks failed: {outcome}")
-    by_rank = [result["seconds"] for result in outcome.results.values()]
-    core_seconds = (time.monotonic() - begin) * (os.cpu_count() or 1)
-    others_share = max(0.0, _others_seconds() - others_before) / core_seconds
-    return report(ranks, MODELS[model_name], steps, threads, by_rank, others_share)
+    by_rank = [result["seconds"] for result in results_of(outcome, ranks)]
+    return report(ranks, MODELS[model_name], steps, threads, by_rank, others.share())
 
 
 def report(
@@ -129,15 +118,3 @@ def report(
     seconds = {name: spread_of(rounds) for name, rounds in slowest.items()}
     paired = spread_of(ratios(slowest["mpift"], slowest["ddp_gloo"]))
     return StepReport(ranks, model, paired.runs, steps, threads, seconds, paired, others_share)
-
-
-def threads_a_rank(ranks: int, cores: int | None = None) -> int:
-    """Compute threads for each of ``ranks`` ranks that share ``cores`` (default: those here)."""
-    return max(1, (cores or len(os.sched_getaffinity(0))) // ranks)
-
-
-def _others_seconds() -> float:
-    """CPU time that this machine has given to anybody but this process and its ended children."""
-    everybody = psutil.cpu_times()
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return float(sum(everybody) - everybody.idle - everybody.iowait - own.ru_utime - own.ru_stime)

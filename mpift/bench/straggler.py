@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpift.bench.machine import START_SECONDS, results_of
 from mpift.bench.spread import Spread, ratios, spread_of
 from mpift.errors import ConfigError, MpiftError
 from mpift.simulate.stragglers import late_ranks, one_late_rank_a_round
@@ -25,8 +26,7 @@ HEADLINE_DELAY = 1.5
 DELAYS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 # Its late ranks are those of a long run: the first hundred rounds have its bounds, within 2 %.
 _TYPICAL_SEED = 4
-# Loading torch on every rank; and what a run may take, as a multiple of what it should.
-_START_SECONDS = 60.0
+# What a run may take, as a multiple of what it should.
 _PATIENCE_FACTOR = 4.0
 
 
@@ -187,13 +187,10 @@ def measure(plan: Plan) -> StragglerReport:
         plan.ranks,
         straggle,
         asdict(plan),
-        timeout_seconds=_START_SECONDS + _PATIENCE_FACTOR * plan.seconds,
+        timeout_seconds=START_SECONDS + _PATIENCE_FACTOR * plan.seconds,
         environment={"OMP_NUM_THREADS": "1"},
     )
-    if len(outcome.results) < plan.ranks:
-        failed = plan.ranks - len(outcome.results)
-        raise MpiftError(f"{failed} of {plan.ranks} ranks failed: {outcome}")
-    return report(plan, [outcome.results[member] for member in range(plan.ranks)])
+    return report(plan, results_of(outcome, plan.ranks))
 
 
 def report(plan: Plan, by_rank: Sequence[Mapping[str, Any]]) -> StragglerReport:

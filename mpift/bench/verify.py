@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpift.bench.machine import START_SECONDS, results_of, threads_a_rank
 from mpift.bench.spread import Spread, ratios, spread_of
-from mpift.bench.step import threads_a_rank
-from mpift.errors import ConfigError, MpiftError
+from mpift.errors import ConfigError
 from mpift.testing.ranks import run_ranks
 
 # The examples whose models are trained, and how many times a turn's steps: a small model's are
 # short, and the mean of a few checks would hang on whether one of them lost its processor.
 MODELS = {"digits": 10, "chargpt": 1}
-# Loading torch on every rank, and a bound on one step.
-_START_SECONDS = 60.0
+# A bound on one step.
 _STEP_SECONDS_MAX = 2.0
 
 
@@ -45,7 +44,7 @@ class Plan:
     def seconds_max(self) -> float:
         """No healthy run takes longer."""
         steps = 2 * (self.rounds + 1) * (self.steps + self.every + 1)
-        return _START_SECONDS + len(MODELS) * steps * _STEP_SECONDS_MAX
+        return START_SECONDS + len(MODELS) * steps * _STEP_SECONDS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +156,7 @@ def measure(plan: Plan) -> VerifyReport:
         timeout_seconds=plan.seconds_max,
         environment={"OMP_NUM_THREADS": str(threads)},
     )
-    if len(outcome.results) < plan.ranks:
-        failed = plan.ranks - len(outcome.results)
-        raise MpiftError(f"{failed} of {plan.ranks} ranks failed: {outcome}")
-    return report(plan, threads, list(outcome.results.values()))
+    return report(plan, threads, results_of(outcome, plan.ranks))
 
 
 def report(plan: Plan, threads: int, by_rank: Sequence[Mapping[str, Any]]) -> VerifyReport:

@@ -174,6 +174,8 @@ class Story:
         match event:
             case events.HealthChanged(band=band):
                 warning = band != "healthy"
+            case events.ReductionChosen():
+                warning = False
             case events.RankRepaired():
                 self.repairs += 1
             case events.DeviceFailed():

@@ -66,7 +66,7 @@ def create(path: Path, layout: Layout, size_bytes: int) -> Region:
     """A new region for ``layout``. Raises ``MpiftError`` if there is no space, ``FileExistsError``
     if the name is taken."""
     region = memory.create(path, size_bytes, identity(layout, path.name))
-    _stamps(region, layout)[:] = -1
+    _stamps(region, layout)[:, 0] = -1
     return region
 
 

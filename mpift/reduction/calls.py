@@ -27,7 +27,6 @@ class Calls:
         self._operations = Operations(member, lambda: service.set_away(False))
         self._operating = threading.Lock()
         self._unfinished: Operation | None = None
-        self.waits = False  # the main thread waits for other ranks
         service.call(self._open)
 
     def _open(self) -> None:
@@ -61,11 +60,11 @@ class Calls:
     def waiting(self) -> Iterator[None]:
         """Around a wait of the script for other ranks: whoever doesn't wait then is stalled. One
         wait may lead to another."""
-        before, self.waits = self.waits, True
+        before, self._service.waited = self._service.waited, True
         try:
             yield
         finally:
-            self.waits = before
+            self._service.waited = before
 
 
 def result_of(operation: Operation) -> np.ndarray:

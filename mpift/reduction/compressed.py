@@ -326,16 +326,23 @@ def _others(comm: Any) -> list[int]:
 
 
 def exchange(
-    comm: Any, tag: int, receive: Mapping[int, np.ndarray], send: Mapping[int, np.ndarray]
+    comm: Any,
+    tag: int,
+    receive: Mapping[int, np.ndarray],
+    send: Mapping[int, np.ndarray],
+    bulk: bool = True,
 ) -> list[Started]:
-    """Begin one message from and one to each of these ranks of ``comm``. If some of that fails,
-    what was begun is kept for life, like a lane's quarantine."""
+    """Begin one message from and one to each of these ranks of ``comm``; ``bulk`` as in
+    ``Started``. If some of that fails, what was begun is kept for life, like a lane's quarantine.
+    """
     started: list[Started] = []
     try:
         for peer, buffer in receive.items():
-            started.append(Started(comm.Irecv(buffer, source=peer, tag=tag), (buffer,)))
+            request = comm.Irecv(buffer, source=peer, tag=tag)
+            started.append(Started(request, (buffer,), bulk=bulk))
         for peer, buffer in send.items():
-            started.append(Started(comm.Isend(buffer, dest=peer, tag=tag), (buffer,), True))
+            request = comm.Isend(buffer, dest=peer, tag=tag)
+            started.append(Started(request, (buffer,), sends=True, bulk=bulk))
     except BaseException:
         _QUARANTINE.extend(started)
         raise

@@ -171,7 +171,7 @@ class NodeSum:
         receive = {ranks[m]: np.empty(1, np.int64) for m in heard if m in ranks}
         self._heard = list(receive.values())
         send = {ranks[m]: word for m in told if m in ranks}
-        return exchange(world.control, tag, receive, send)
+        return exchange(world.control, tag, receive, send, bulk=False)
 
     def _check_words(self) -> None:
         for word in self._heard:

@@ -36,11 +36,13 @@ class Rules(Protocol):
 @dataclass(slots=True)
 class Started:
     """A collective or message under way: its request and every buffer that MPI may read or write.
-    ``sends``: it is a message to another rank."""
+    ``sends``: it is a message to another rank. ``bulk``: MPI has to be looked at again and again
+    for it to move, unlike a word, which only has to arrive."""
 
     request: Any
     buffers: tuple[Any, ...]
     sends: bool = False
+    bulk: bool = True
 
     @property
     def watched(self) -> Any:
@@ -125,6 +127,11 @@ class Lane:
         self._events: deque[Any] = deque()
         self._reports: tuple[Report, ...] = ()
         self._reduced_in = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether something under way has to be looked at again and again."""
+        return any(started.bulk for started in self._started)
 
     def report(self) -> LaneReport:
         """Where this rank stands in this lane."""

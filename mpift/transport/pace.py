@@ -14,6 +14,8 @@ _LONG_WAIT_SECONDS = 0.05
 _LONG_SLEEP_SECONDS = 500e-6
 # Somebody waits for this rank's word, or may soon.
 _SOON_SECONDS = 500e-6
+# This rank waits for another's word, and computes meanwhile: nothing is held up by looking late.
+_COMPUTING_SECONDS = 1e-3
 _HURRY_SECONDS = 0.02
 
 
@@ -46,7 +48,8 @@ class Pace:
         waits_long = now - self._busy_since > _LONG_WAIT_SECONDS
         time.sleep(_LONG_SLEEP_SECONDS if waits_long else _BUSY_SLEEP_SECONDS)
 
-    def rest_seconds(self, now: float, urgent: bool) -> float:
-        """How long to wait for a wake-up while nothing is in flight."""
-        soon = urgent or now < self._hurry_until
-        return min(_SOON_SECONDS, self._idle_seconds) if soon else self._idle_seconds
+    def rest_seconds(self, now: float, urgent: bool, words: bool) -> float:
+        """How long to wait for a wake-up while nothing is in flight, or nothing but ``words``."""
+        if urgent or now < self._hurry_until:
+            return min(_SOON_SECONDS, self._idle_seconds)
+        return min(_COMPUTING_SECONDS, self._idle_seconds) if words else self._idle_seconds

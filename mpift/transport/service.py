@@ -81,6 +81,7 @@ class Service:
         self._fruitless = 0
         self._progress = 0
         self.joined = self._released = self.away = False
+        self.waited = False  # the script waits for the other ranks, and computes nothing
         self._leave_barrier: Any = None
         self._all_through = False  # the barrier is complete: nobody needs this rank any more
         self._leave_deadline: float | None = None
@@ -313,10 +314,13 @@ class Service:
         return True
 
     def _pause(self) -> None:
-        if any(lane.requests for lane in self.lanes) or self._leave_barrier is not None:
+        words = any(lane.requests for lane in self.lanes)
+        moves = self._leave_barrier is not None or any(lane.moves for lane in self.lanes)
+        if moves or (words and self.waited):
             self._pace.nap()
         else:
-            self._wake.wait(self._pace.rest_seconds(time.monotonic(), self.closings.urgent))
+            now, urgent = time.monotonic(), self.closings.urgent
+            self._wake.wait(self._pace.rest_seconds(now, urgent, words))
 
     # -- faults ------------------------------------------------------------------------------------
 
@@ -328,12 +332,10 @@ class Service:
         for part in self._parts:
             part.fault()
         self._leave_barrier = None
-        report = Report(
-            self.world.member, self.world.view.epoch, tuple(lane.report() for lane in self.lanes)
-        )
+        old, step = self.world.view, self.step
+        lanes = tuple(lane.report() for lane in self.lanes)
+        report = Report(self.world.member, old.epoch, lanes)
         gone = frozenset(self.farewells.heard)
-        old = self.world.view
-        step = self.step
         with self._blocking(REBUILDING, "rebuild_timeout"):
             rebuilt = self.world.rebuild(
                 report, gone, self.fencing, lambda point: self._hooks.strike(step, point)

@@ -7,6 +7,9 @@ started it; control messages take as long as they like, in order from each sende
 over whenever a quorum has arrived; ranks die at any moment, the coordinator included.
 
 A gradient is known by its batch, so a result says exactly what was counted in it.
+
+Where ranks share memory, what a dead rank had claimed of the open round counts in it all the same
+(``core.sharing``).
 """
 
 from __future__ import annotations
@@ -59,12 +62,15 @@ class World:
     closing: Closing
     operations: int = 0
     posted: frozenset[tuple[int, int, int, Counted]] = frozenset()  # (round, bucket, rank, data)
+    stamped: frozenset[tuple[int, int, int, Counted]] = frozenset()  # likewise, in memory
+    left: frozenset[tuple[int, int, int, Counted]] = frozenset()  # likewise, by the dead
     fault: str = field(default="")
 
 
 class MajorityModel:
     """``loops[i]`` batches on rank i, at most ``deaths`` deaths, ``buckets`` buckets a round. With
-    ``prompt`` the coordinator hears at once what ranks tell it."""
+    ``prompt`` the coordinator hears at once what ranks tell it; with ``shares`` all ranks share
+    memory."""
 
     def __init__(
         self,
@@ -78,10 +84,11 @@ class MajorityModel:
         coordinator: type[Closing] = Closing,
         operation: bool = True,
         prompt: bool = False,
+        shares: bool = False,
     ) -> None:
         self.loops, self.deaths, self.buckets = loops, deaths, buckets
         self.quorum, self.coordinator = quorum, coordinator
-        self.operation, self.prompt = operation, prompt
+        self.operation, self.prompt, self.shares = operation, prompt, shares
         self.first = machine(buckets=buckets, max_lag=max_lag, carry=carry)
 
     def initial(self) -> World:
@@ -236,7 +243,8 @@ class MajorityModel:
                         self._hand_over(world, number, round_),
                     )
             elif round_ == machine.completed and bucket not in machine.done:
-                counted = tuple(sorted(sum(by.values(), ())))
+                legacies = [data for r, b, _, data in world.left if (r, b) == (round_, bucket)]
+                counted = tuple(sorted(sum([*by.values(), *legacies], ())))
                 results = list(rank.results) or [()] * self.buckets
                 results[bucket] = counted
                 held = replace(rank, results=tuple(results))
@@ -261,7 +269,11 @@ class MajorityModel:
         epoch = world.epoch + 1
         completed = tuple(world.ranks[n].machine.completed for n in view)
         state = self.coordinator.of(view, self.quorum)
+        dead = set(world.view) - set(view)
+        left = {p for p in world.stamped if p[2] in dead and p[0] == max(completed)}
         world = replace(world, view=view, epoch=epoch, posted=frozenset(), closing=state)
+        if self.shares:
+            world = replace(world, left=world.left | left)
         for number in view:
             world = _with(world, number, replace(world.ranks[number], faulted=False, results=()))
             world = self._feed(world, number, lockstep.Reconciled(epoch, completed))
@@ -288,6 +300,10 @@ class MajorityModel:
                 if any(p[:3] == (round_, bucket, number) for p in world.posted):
                     return replace(world, fault=f"rank {number} claims {bucket} of {round_} twice")
                 world = replace(world, posted=world.posted | {(round_, bucket, number, data)})
+                if self.shares:
+                    others = {p for p in world.stamped if p[1:3] != (bucket, number)}
+                    stamped = frozenset(others | {(round_, bucket, number, data)})
+                    world = replace(world, stamped=stamped)
             case lockstep.HandOver(_, round_, _):
                 world = replace(world, posted=world.posted | {(round_, -1, number, ())})
             case lockstep.Deliver(round_, tag, counted):
@@ -298,6 +314,8 @@ class MajorityModel:
                     return replace(world, fault=fault)
                 if rank.whole and counted and rank.machine.settled:
                     rank = replace(rank, own=round_, whole=False)
+                stamped = frozenset(p for p in world.stamped if p[2] != number)
+                world = replace(world, stamped=stamped)
                 rank = replace(
                     rank,
                     delivered=(*rank.delivered, rank.results),

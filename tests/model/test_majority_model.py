@@ -22,6 +22,8 @@ WORLDS: list[dict[str, Any]] = [
     {"loops": (2, 1)},
     {"loops": (2, 2), "deaths": 1, "buckets": 2, "prompt": True, "max_lag": 1},
     {"loops": (1, 1, 1), "prompt": True, "operation": False, "quorum": "all"},
+    {"loops": (1, 1), "deaths": 1, "shares": True},
+    {"loops": (2, 2), "deaths": 1, "buckets": 2, "prompt": True, "max_lag": 1, "shares": True},
 ]
 LONG_WORLDS: list[dict[str, Any]] = [
     {"loops": (1, 1, 1), "prompt": True, "operation": False},
@@ -46,6 +48,7 @@ def test_all_agree_and_every_gradient_counts_once(world: dict[str, Any]) -> None
 
 DEEP_WORLDS: list[dict[str, Any]] = [
     {"loops": (3, 3, 3), "deaths": 1, "buckets": 2},
+    {"loops": (3, 3, 3), "deaths": 1, "buckets": 2, "shares": True},
     {"loops": (3, 3, 3, 3), "deaths": 2, "buckets": 2},
     {"loops": (4, 2, 3, 1), "deaths": 1, "buckets": 1, "max_lag": 1},
     {"loops": (3, 3, 3), "deaths": 1, "buckets": 2, "carry": False},

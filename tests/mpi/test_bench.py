@@ -13,11 +13,10 @@ from mpift.bench import verify
 from mpift.bench.straggler import Plan, measure
 
 
-@pytest.mark.long
-def test_a_small_benchmark_gives_figures_for_all_contenders() -> None:
-    words = "bench step -np 2 --model mlp30k --rounds 2 --steps 2 --json -".split()
+def bench(words: str) -> subprocess.CompletedProcess[str]:
+    """``mpift bench`` as a user starts it, with the JSON on standard output."""
     done = subprocess.run(
-        [sys.executable, "-m", "mpift", *words],
+        [sys.executable, "-m", "mpift", "bench", *words.split(), "--json", "-"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -25,12 +24,35 @@ def test_a_small_benchmark_gives_figures_for_all_contenders() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.long
+def test_a_small_benchmark_gives_figures_for_all_contenders() -> None:
+    done = bench("step -np 2 --model mlp30k --rounds 2 --steps 2")
     figures = json.loads(done.stdout)
     for name in ("local", "mpift", "ddp_gloo", "mpi"):
         assert figures[f"{name}_seconds"] > 0
     assert figures["ratio_to_ddp"] > 0
     assert (figures["ranks"], figures["rounds"]) == (2, 2)
     assert "torch DDP over gloo" in done.stderr
+
+
+@pytest.mark.long
+def test_sums_are_measured_in_all_ways_and_come_to_the_same() -> None:
+    # The second size has several buckets, and a parameter that is smaller than the others.
+    done = bench("allreduce -np 2 --quick --mib 1,18")
+    figures = json.loads(done.stdout)
+    assert (figures["ranks"], figures["rounds"]) == (2, 2)
+    assert figures["reduction"] == "node"
+    assert [row["bytes"] for row in figures["rows"]] == [1 << 20, 18 << 20]
+    for row in figures["rows"]:
+        for name in ("mpift", "mpi", "gloo", "memcpy", "with_copies"):
+            assert row[f"{name}_seconds"] > 0
+        assert row["ratio_to_mpi"] > 0
+        assert row["ratio_to_gloo"] > 0
+    assert set(figures["rows"][1]["targets"]) == {"ratio_to_mpi", "ratio_to_gloo"}
+    assert "all_reduce over gloo" in done.stderr
 
 
 @pytest.mark.long

@@ -12,6 +12,8 @@ from mpift.testing.ranks import TCP, run_ranks
 from tests.mpi import protocol_scenarios as scenarios
 
 STEPS = scenarios.STEPS
+MPI = {"MPIFT_REDUCTION": "mpi"}
+NODE = {"MPIFT_REDUCTION": "node"}
 WAYS = pytest.mark.parametrize("way", [(), TCP], ids=["shared-memory", "tcp"])
 
 
@@ -73,9 +75,8 @@ def test_survivors_of_kills_finish_with_the_same_results(
 def test_rounds_go_on_with_the_survivors_and_lose_nothing_of_theirs(
     chaos: str, survivors: list[int], way: tuple[str, ...]
 ) -> None:
-    outcome = run_ranks(
-        4, scenarios.train, 30, 20_000, environment={"MPIFT_CHAOS": chaos}, mpi_arguments=way
-    )
+    environment = {"MPIFT_CHAOS": chaos, **(MPI if way == TCP else NODE)}
+    outcome = run_ranks(4, scenarios.train, 30, 20_000, environment=environment, mpi_arguments=way)
     assert sorted(outcome.results) == survivors, str(outcome)
     for result in outcome.results.values():
         assert result["alike"]
@@ -86,6 +87,15 @@ def test_rounds_go_on_with_the_survivors_and_lose_nothing_of_theirs(
         assert result["participants"][-1] == survivors
         # In every round all that were alive took part.
         assert all(set(survivors) <= set(members) for members in result["participants"])
+
+
+def test_what_a_rank_had_in_place_when_it_died_counts_where_memory_is_shared() -> None:
+    # It dies when it has just begun the last bucket of its round.
+    environment = {"MPIFT_CHAOS": "kill:0@10:bucket3", **NODE}
+    outcome = run_ranks(3, scenarios.train, 20, 20_000, environment=environment)
+    assert sorted(outcome.results) == [1, 2], str(outcome)
+    for result in outcome.results.values():
+        assert result["participants"] == [[0, 1, 2]] * 11 + [[1, 2]] * 9
 
 
 def run_random_deaths(seeds: range) -> None:
@@ -203,6 +213,7 @@ def test_a_sender_stopped_in_mid_transfer_that_goes_on_later_corrupts_nothing(
         400_000,
         str(started),
         mpi_arguments=way,
+        environment=MPI,
         during=stop_kill_and_continue,
     )
     # Every value of every result is checked by the ranks themselves.
