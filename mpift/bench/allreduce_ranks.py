@@ -165,9 +165,7 @@ class Lane:
     @property
     def reduction(self) -> str:
         """How it sums: "node" or "mpi"."""
-        # Contributions that the node shares are views of its memory, others own theirs.
-        own = self.workload.contributions.buffers[0].base is None
-        return "mpi" if own else "node"
+        return "node" if self.workload.shares else "mpi"
 
     def fill(self, array: np.ndarray) -> None:
         """Let ``array`` be what this rank contributes from now on."""

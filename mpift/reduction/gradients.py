@@ -112,6 +112,11 @@ class GradientRounds:
     def buckets(self) -> int:
         return len(self.contributions.layout.buckets)
 
+    @property
+    def shares(self) -> bool:
+        """Whether gradients are summed in the node's shared memory, rather than through MPI."""
+        return self._arena is not None
+
     def machine(self, epoch: int) -> rounds.Rounds:
         return rounds.Rounds(
             self.buckets, epoch=epoch, max_lag=self.rules.max_lag, carry=self.rules.carry

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -118,6 +119,7 @@ class Exits:
     ) -> None:
         self._saved["excepthook"](kind, error, trace)
         if os.getpid() == self._pid:
+            _let_out_what_is_held_back()
             reason = "".join(traceback.format_exception_only(kind, error)).strip()
             if fault := self._device_fault(error):
                 reason = f"a device has failed: {fault} ({reason})"
@@ -140,3 +142,12 @@ class Exits:
 
     def _end(self, code: int, reason: str, trace: str) -> NoReturn:
         leave(code, unseen=self._last_words(code, reason, trace))
+
+
+def _let_out_what_is_held_back() -> None:
+    """A hook around ours may hold back what is written, to write it in another form once ours
+    returns, as torch.distributed's does; but ours does not return."""
+    held = sys.stderr
+    if isinstance(held, io.StringIO) and sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
+        print(held.getvalue(), end="", file=sys.stderr, flush=True)

@@ -69,9 +69,8 @@ def both_ways() -> dict[str, Any]:
     for way in ("node", "mpi"):
         runtime.start(config=Config.load(reduction=way, chaos=None if way == "node" else ""))
         trainer = RandomTrainer(elements=10_001)
-        arena = trainer.workload._arena
         found[way] = trainer.sums()
-        found[way]["shares"] = [] if arena is None else list(arena.members)
+        found[way]["shares"] = trainer.workload.shares
         found["view"] = list(runtime.current().view.members)
         mpift.shutdown()
     return found
