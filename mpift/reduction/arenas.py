@@ -69,9 +69,12 @@ class Arenas:
         job = self._job
         if job.config.reduction == "mpi":
             return None
-        reason = self._why_not()
-        for _ in () if reason else range(_ATTEMPTS):
+        reason = ""
+        for _ in range(_ATTEMPTS):
             view = job.view
+            reason = self._why_not()
+            if reason:
+                break
             opened, reason = self._attempt(layout)
             if opened is not None:
                 self._tell("node", self._words(layout))

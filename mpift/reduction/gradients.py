@@ -23,9 +23,9 @@ from mpift.reduction.arena import Arena
 from mpift.reduction.buckets import Contributions, Layout
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.compressed import GRADIENT_TAG, GRADIENT_TAGS_A_LANE
-from mpift.reduction.node import Node, NodeSum
 from mpift.reduction.results import Results
-from mpift.reduction.sums import BucketSum, Claim, sum_through_mpi
+from mpift.reduction.summing import Sums
+from mpift.reduction.sums import Claim
 from mpift.transport.lane import Started
 from mpift.transport.world import LaneReport, World
 
@@ -87,26 +87,19 @@ class GradientRounds:
         self._late: dict[int, tuple[int, ...]] = {}
         self._wants_alarm = False
         self._alarmed = -1  # the last round with an alarm
-        self._lay(layout, None)
         self.results = Results(layout)
+        self._lay(layout, None)
 
     def _lay(self, layout: Layout, arena: Arena | None) -> None:
-        self._arena = arena
         self.contributions = Contributions(layout, () if arena is None else arena.homes)
-        self._sums: list[BucketSum] = []
-        node = None if arena is None else Node(arena)
-        for number, bucket in enumerate(layout.buckets):
-            if node is None:
-                self._sums.append(sum_through_mpi(bucket, self._compressor))
-            else:
-                self._sums.append(NodeSum(node, number, self._compressor))
+        self._sums = Sums(layout, self._compressor, self.results, arena)
         # Contributions that MPI may still read: replaced before the next round fills them.
         self._read_on: set[int] = set()
 
     def move_in(self, arena: Arena) -> None:
         """Contributions and results lie in ``arena``; before the first of them."""
-        self._lay(arena.layout, arena)
         self.results = Results(arena.layout, shared=arena.results)
+        self._lay(arena.layout, arena)
 
     @property
     def buckets(self) -> int:
@@ -115,7 +108,7 @@ class GradientRounds:
     @property
     def shares(self) -> bool:
         """Whether gradients are summed in the node's shared memory, rather than through MPI."""
-        return self._arena is not None
+        return self._sums.shares
 
     def machine(self, epoch: int) -> rounds.Rounds:
         return rounds.Rounds(
@@ -136,8 +129,8 @@ class GradientRounds:
 
     def relayout(self, layout: Layout, arena: Arena | None) -> None:
         """Another layout from the open round on; on the service thread, between rounds."""
-        self._lay(layout, arena)
         self.results = self.results.relayout(layout, () if arena is None else arena.results)
+        self._lay(layout, arena)
 
     # -- for the main thread -----------------------------------------------------------------------
 
@@ -262,6 +255,7 @@ class GradientRounds:
 
     def start(self, world: World, comm: Any, start: lockstep.Start) -> Sequence[Started]:
         bucket, self._ranks = start.bucket, world.view.size
+        self._sums.enter(world, start.round)
         mine = self.contributions.buffers[bucket]
         places = self.contributions.layout.buckets[bucket]
         # Not where a request of an older epoch may still read it: what it says was true then.
@@ -288,10 +282,7 @@ class GradientRounds:
         for bucket in self._read_on & deliver.counted:
             self.contributions.replace(bucket)
         self._read_on -= deliver.counted
-        for each in self._sums:
-            each.settle()
-        if self._arena is not None:
-            self._arena.clear()
+        self._sums.settle()
         counts = [self.participants(bucket) for bucket in range(self.buckets)]
         numbered = list(enumerate(self.contributions.layout.buckets))
         stale = max(self._count(number, bucket.late) for number, bucket in numbered)

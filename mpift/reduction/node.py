@@ -19,7 +19,7 @@ from mpift.errors import GradientError
 from mpift.reduction.arena import Arena
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.compressed import CompressedSum, exchange, sum_of_slice
-from mpift.reduction.sums import BucketSum, Claim, sum_through_mpi
+from mpift.reduction.sums import Claim
 from mpift.transport.lane import Started
 from mpift.transport.world import World
 
@@ -75,12 +75,13 @@ class _Ranks:
 class NodeSum:
     """See ``sums.BucketSum``; bucket ``number`` of the layout of ``node.arena``."""
 
+    lends = False
+
     def __init__(self, node: Node, number: int, compressor: Compressor) -> None:
         self._node = node
         self._number = number
         self._bucket = node.arena.layout.buckets[number]
         self._compressor = compressor
-        self._through_mpi: BucketSum | None = None  # once memory can't be trusted
         self._act = Act.DONE
         self._claim: Claim
         self._heard: list[np.ndarray] = []  # words that this act waits for
@@ -88,19 +89,11 @@ class NodeSum:
         self._slice = (0, 0)  # this rank's, without the counts
         self._across: CompressedSum | None = None
         self._summed = (0, 0)  # the slice that it sums
-
-    @property
-    def lends(self) -> bool:
-        return self._through_mpi is not None and self._through_mpi.lends
+        self._exchanged = False  # whether it has begun to, in the sum under way
 
     def start(self, world: World, comm: Any, claim: Claim) -> Sequence[Started]:
         node = self._node
-        node.enter(world, claim.round)
-        if not node.intact:
-            if self._through_mpi is None:
-                self._through_mpi = sum_through_mpi(self._bucket, self._compressor)
-            return self._through_mpi.start(world, comm, claim)
-        self._claim = claim
+        self._claim, self._exchanged = claim, False
         home = node.arena.homes[self._number]
         if claim.kind is Kind.REAL and claim.contribution is not home:
             np.copyto(home, claim.contribution)
@@ -109,8 +102,6 @@ class NodeSum:
         return self._go_on(world, self._carry_out(world))
 
     def proceed(self, world: World) -> Sequence[Started]:
-        if self._through_mpi is not None:
-            return self._through_mpi.proceed(world)
         self._check_words()
         if self._act is Act.EXCHANGE:
             assert self._across is not None
@@ -121,16 +112,12 @@ class NodeSum:
         return self._go_on(world, [])
 
     def settle(self) -> None:
-        if self._through_mpi is not None:
-            self._through_mpi.settle()
-        if self._across is not None:
+        if self._across is not None and self._exchanged:
             self._across.settle()
 
     def abandon(self) -> None:
         self._act = Act.DONE
         self._heard = []
-        if self._through_mpi is not None:
-            self._through_mpi.abandon()
         if self._across is not None:
             self._across.abandon()
 
@@ -216,7 +203,7 @@ class NodeSum:
 
     def _exchange(self, world: World) -> Sequence[Started]:
         mine = self._mine()
-        self._across = self._sum_across(mine.size)
+        self._across, self._exchanged = self._sum_across(mine.size), True
         given = mine if self._some else None
         started = self._across.start(self._across_nodes(world), self._claim.tag, given)
         if not started:

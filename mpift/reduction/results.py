@@ -70,6 +70,16 @@ class Results:
                     np.copyto(copy, place)
                     arrays[bucket] = copy
 
+    def leave_shared(self) -> None:
+        """From now on nothing lies in shared places; what does is copied."""
+        shared, self._shared = self._shared, []
+        with self._reading:
+            for arrays in (self._last, *list(self._rounds.values())):
+                for bucket, array in enumerate(arrays):
+                    if any(place[bucket] is array for place in shared):
+                        arrays[bucket] = array.copy()
+        self._open = [None] * len(self._open)
+
     def renew(self, bucket: int) -> np.ndarray:
         """A buffer of this rank's own for the open round, that nothing may still be written to."""
         fresh = self._open[bucket] = self._fresh(bucket)

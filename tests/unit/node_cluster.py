@@ -22,8 +22,8 @@ from mpift.reduction import arena
 from mpift.reduction.arena import Arena
 from mpift.reduction.buckets import Bucket, Contributions, Layout, ParameterSpec, lay_out
 from mpift.reduction.codecs import Compressor
-from mpift.reduction.node import Node, NodeSum
 from mpift.reduction.results import Results
+from mpift.reduction.summing import Sums
 from mpift.reduction.sums import Claim
 from mpift.transport.lane import Started
 from tests.unit.test_compressed import Comm, network_of
@@ -67,10 +67,11 @@ class Lane:
             assert operator == "sum"
             request = SimpleNamespace(done=False)
             self.calls += 1
+            receive[:] = send  # as real ones do, which work in it
             self._waiting[rank].append((send, receive, request))
             if all(self._waiting):
                 calls = [waiting.pop(0) for waiting in self._waiting]
-                total = np.sum([send for send, *_ in calls], axis=0)
+                total = np.sum([out for _, out, _ in calls], axis=0)
                 for _, out, one_of_them in calls:
                     out[:] = total
                     one_of_them.done = True
@@ -103,10 +104,9 @@ class Rank:
     def __init__(self, world: World, own: Arena, compressor: Compressor, give: Give) -> None:
         self.world, self.arena, self.give = world, own, give
         self.layout = own.layout
-        node = Node(own)
-        self.sums = [NodeSum(node, n, compressor) for n in range(len(self.layout.buckets))]
         self.contributions = Contributions(self.layout, own.homes)
         self.results = Results(self.layout, shared=own.results)
+        self.sums = Sums(self.layout, compressor, self.results, own)
         self.lane: Any = None
         self.round = 0
         self.gifts: list[Gift] = []  # what it claims in the open round, by bucket
@@ -122,7 +122,7 @@ class Rank:
             found.append(self._read)
         if self.round == rounds:
             return found
-        if len(self.running) < len(self.sums):
+        if len(self.running) < len(self.layout.buckets):
             found.append(self.start)
         elif not any(self.running.values()):
             found.append(self._complete)
@@ -133,6 +133,7 @@ class Rank:
         number = len(self.running)
         if not self.gifts:
             self._fill()
+        self.sums.enter(self.world, self.round)
         self.results.vacate(number)
         claim = Claim(
             self.round,
@@ -161,9 +162,7 @@ class Rank:
         self.running[bucket] = self.sums[bucket].proceed(self.world)
 
     def _complete(self) -> None:
-        for each in self.sums:
-            each.settle()
-        self.arena.clear()
+        self.sums.settle()
         self.results.complete(self.round)
         self.unread.append(self.round)
         self.round += 1

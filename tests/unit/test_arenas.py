@@ -302,3 +302,20 @@ def test_a_problem_that_nobodys_death_explains_is_not_tried_again(folder: Path) 
     in_the_way(ranks, 0, folder)
     ranks.open(LAYOUT)
     assert [job.exchanges for job in ranks.jobs] == [1, 1]
+
+
+def test_a_death_that_leaves_no_two_ranks_on_a_node_leaves_no_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks("aab")
+    create = arena.create
+
+    def die(path: Path, *arguments: Any) -> Any:
+        if path.name.endswith("rank1"):
+            ranks.table.vanish(1)
+        return create(path, *arguments)
+
+    monkeypatch.setattr(arena, "create", die)
+    opened = ranks.open(LAYOUT)
+    assert opened[0] is opened[2] is None
+    assert ranks.told == [[("mpi", "no two ranks share a node")], [], []]
