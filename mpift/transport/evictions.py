@@ -37,7 +37,7 @@ from mpift.transport.messages import Kind, Message
 from mpift.transport.service import Service
 from mpift.transport.world import World
 
-# How long a rank that ends tries to tell the others.
+# How long a rank that ends tries to tell the others, and waits until they say the same.
 _END_SECONDS = 1.0
 _ASKED_AT_ONCE = 16
 
@@ -68,6 +68,7 @@ class Evictions:
         self.may_coordinate = False  # whether others may take this rank for the coordinator
         self._asked: dict[int, float] = {}  # members asked about by message, and until when
         self._ending: tuple[float, Stop, threading.Event] | None = None
+        self._end_known: set[int] = set()  # members that have said that they end
         self._tick_due = 0.0
         self._pool = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="mpift-examine")
         mailbox = service.mailbox
@@ -111,7 +112,7 @@ class Evictions:
     def turn(self, now: float) -> None:
         if self._ending is not None:
             deadline, stop, told = self._ending
-            if told.is_set() or now > deadline:
+            if (told.is_set() and self._all_know) or now > deadline:
                 self._end(ExitCode.QUORUM_LOST, stop.reason)
         for member, deadline in list(self._asked.items()):
             if now > deadline:
@@ -122,6 +123,15 @@ class Evictions:
             machine = self.machine
             if machine.suspects or machine.condemned or machine.told:
                 self._feed(Tick())
+
+    @property
+    def _all_know(self) -> bool:
+        """Whether all that could have answered have said that they end too. One that meets this
+        rank's death before it has read the word begins a rebuild, which waits for the silent, and
+        the word may be lost with the connection: that it was sent is not enough."""
+        machine = self.machine
+        silent = machine.suspects | machine.away | machine.gone
+        return set(machine.view.members) - silent <= self._end_known | {machine.member}
 
     # -- instructions ------------------------------------------------------------------------------
 
@@ -229,6 +239,7 @@ class Evictions:
             self._learn(message.epoch, int(member), Finding[name])
 
     def _take_end(self, message: Message) -> None:
+        self._end_known.add(message.sender)
         may_restart, _, reason = message.text.partition(" ")
         self._feed(Ended(may_restart == "1", reason))
 

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -300,15 +301,23 @@ def one_never_comes(how: str) -> dict[str, Any]:
     return {}
 
 
-def on_separate_nodes(kills: dict[str, int], farewell: bool = False) -> dict[str, Any]:
+def on_separate_nodes(
+    kills: dict[str, int], farewell: bool = False, asleep: bool = False
+) -> dict[str, Any]:
     """As ``survive``, but every rank takes itself for alone on its node: no kernel can confirm
-    the death of another."""
+    the death of another. ``asleep``: the others' loops look away while one says farewell and dies.
+    """
     processes._kernel = lambda: f"kernel of process {os.getpid()}"
     if not farewell:
         return survive(kills)
     comm = mpift.Communicator()
     member = comm.members[comm.rank]
     for step in range(STEPS):
+        if asleep and step in kills.values():
+            if str(member) in kills:
+                time.sleep(0.3)
+            else:
+                runtime.current().on_service(lambda: time.sleep(1.0))
         if kills.get(str(member)) == step:
             raise ValueError("a fault of the script")
         comm.allreduce([step])

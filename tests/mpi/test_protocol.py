@@ -169,6 +169,15 @@ def test_a_farewell_confirms_a_death_that_no_kernel_can() -> None:
     assert outcome.results == {0: {"size": 1}}, str(outcome)
 
 
+def test_a_farewell_that_is_found_together_with_the_death_counts() -> None:
+    outcome = run_ranks(
+        *(2, scenarios.on_separate_nodes, {"1": 10}, True, True),
+        mpi_arguments=TCP,
+        environment={"MPIFT_WATCHDOG": "0"},  # its word would count as well
+    )
+    assert outcome.results == {0: {"size": 1}}, str(outcome)
+
+
 def test_fewer_than_min_size_stop() -> None:
     outcome = run_ranks(
         3, scenarios.survive, {"1": 10}, environment={"MPIFT_MIN_SIZE": "3"}, timeout_seconds=20
