@@ -100,7 +100,7 @@ class Config:
 
     # A gradient bucket is closed once it holds this much. Smaller overlaps better with backward,
     # larger wastes less on latency.
-    bucket_bytes: int = _setting(8 << 20, "reduction", unit="bytes", low=1024)
+    bucket_bytes: int = _setting(32 << 20, "reduction", unit="bytes", low=1024)
     # The first bucket is small, so that the reduction starts early in backward.
     first_bucket_bytes: int = _setting(1 << 20, "reduction", unit="bytes", low=1024)
     # "node": ranks that share a node sum gradients in its shared memory, and nodes exchange sums;

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
+
+from mpift.transport.world import World
 
 # Polls without progress before the loop begins to sleep between them. A poll costs a few
 # microseconds; sleeps leave the core to the computation that the reduction overlaps with.
@@ -15,7 +18,9 @@ _LONG_SLEEP_SECONDS = 500e-6
 # Somebody waits for this rank's word, or may soon.
 _SOON_SECONDS = 500e-6
 # This rank waits for another's word, and computes meanwhile: nothing is held up by looking late.
-_COMPUTING_SECONDS = 1e-3
+_COMPUTING_SECONDS = 2e-3
+# Its script waits for that word, and cores that it leaves alone bring it sooner.
+_CROWDED_SECONDS = 300e-6
 _HURRY_SECONDS = 0.02
 
 
@@ -24,9 +29,16 @@ class Pace:
 
     def __init__(self, idle_seconds: float) -> None:
         self._idle_seconds = idle_seconds
+        self.crowded = False  # more ranks than cores: who looks at MPI keeps others from computing
         self._polls = 0
         self._hurry_until = 0.0
         self._busy_since: float | None = None
+
+    def enter(self, world: World) -> None:
+        """A new view is in force."""
+        node_of = {m: world.identities[m].node for m in world.view.members}
+        neighbours = Counter(node_of.values())[node_of[world.member]]
+        self.crowded = neighbours > len(os.sched_getaffinity(0))
 
     def hurry(self, now: float) -> None:
         """Another rank may wait for this one's answers for a while."""
@@ -36,9 +48,13 @@ class Pace:
         """A collective has completed."""
         self._polls, self._busy_since = 0, None
 
-    def nap(self) -> None:
-        """A rest while collectives are in flight."""
+    def nap(self, moves: bool) -> None:
+        """A rest while collectives are in flight, or words that the script waits for; only if
+        something ``moves`` has MPI to be looked at for it."""
         self._polls += 1
+        if self.crowded and not moves:
+            time.sleep(_CROWDED_SECONDS)
+            return
         if self._polls <= _SPIN_POLLS:
             os.sched_yield()
             return

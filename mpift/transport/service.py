@@ -228,8 +228,7 @@ class Service:
             self.views[self.world.view.epoch] = self.world.view
             here = self.world.identities[self.world.member]
             self.fencing = Fencing(here, self._config.fence_timeout)
-            for part in self._parts:
-                part.install(self.world)
+            self._enter_view()
         except BaseException as error:  # noqa: BLE001, it is raised again by start()
             self._start_error = error
             return
@@ -248,6 +247,11 @@ class Service:
                 f"the service thread failed:\n{traceback.format_exc()}",
                 True,
             )
+
+    def _enter_view(self) -> None:
+        self._pace.enter(self.world)
+        for part in self._parts:
+            part.install(self.world)
 
     @contextlib.contextmanager
     def _blocking(self, what: str, limit: str) -> Iterator[None]:
@@ -317,7 +321,7 @@ class Service:
         words = any(lane.requests for lane in self.lanes)
         moves = self._leave_barrier is not None or any(lane.moves for lane in self.lanes)
         if moves or (words and self.waited):
-            self._pace.nap()
+            self._pace.nap(moves)
         else:
             now, urgent = time.monotonic(), self.closings.urgent
             self._wake.wait(self._pace.rest_seconds(now, urgent, words))
@@ -333,20 +337,17 @@ class Service:
             part.fault()
         self._leave_barrier = None
         old, step = self.world.view, self.step
-        lanes = tuple(lane.report() for lane in self.lanes)
-        report = Report(self.world.member, old.epoch, lanes)
-        gone = frozenset(self.farewells.heard)
+        reports = tuple(lane.report() for lane in self.lanes)
+        report = Report(self.world.member, old.epoch, reports)
+        gone, strike = frozenset(self.farewells.heard), self._hooks.strike
         with self._blocking(REBUILDING, "rebuild_timeout"):
-            rebuilt = self.world.rebuild(
-                report, gone, self.fencing, lambda point: self._hooks.strike(step, point)
-            )
+            rebuilt = self.world.rebuild(report, gone, self.fencing, lambda at: strike(step, at))
         self._judge(old, rebuilt, planned)
         self._fault, self._rebuild_wanted = None, False
         self.views[rebuilt.view.epoch] = rebuilt.view
         if not self.finished:
             self._hooks.view_changed(rebuilt, dict(self.farewells.heard))
-        for part in self._parts:
-            part.install(self.world)
+        self._enter_view()
         for lane in self.lanes:
             lane.reconcile(self.world, rebuilt.reports)
 
@@ -370,8 +371,6 @@ class Service:
                 f" its last error: {self._fault}",
                 False,
             )
-
-    # -- the end -----------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:

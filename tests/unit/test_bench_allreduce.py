@@ -156,9 +156,9 @@ def test_arrays_are_laid_out_as_parameters_of_four_mebibytes() -> None:
         return [[slot.stop - slot.start for slot in b.slots] for b in layout.buckets]
 
     assert elements(1) == [[MIB // 4]]
-    # The last one first; then buckets of 8 MiB, and what is left.
-    assert elements(16) == [[MIB], [MIB, MIB], [MIB]]
-    assert elements(10) == [[MIB // 2], [MIB, MIB]]
+    # The last one first; then buckets of 32 MiB, and what is left.
+    assert elements(16) == [[MIB], [MIB] * 3]
+    assert elements(42) == [[MIB // 2], [MIB] * 8, [MIB] * 2]
 
 
 def test_a_wrong_sum_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,7 +384,7 @@ def documented_default(setting: Setting) -> str:
         return " / ".join(setting.text(PRESETS[preset][setting.name]) for preset in PRESETS)
     if setting.name in FOLLOWS:
         return f"as {FOLLOWS[setting.name]}"
-    words = {8 << 20: "8 MiB", 1 << 20: "1 MiB"}
+    words = {32 << 20: "32 MiB", 1 << 20: "1 MiB"}
     return words.get(setting.default) or setting.text(setting.default)
 
 
