@@ -7,9 +7,10 @@ order; the service thread starts collectives and delivers. A gradient is *under 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from mpift.reduction.arena import Arena
 from mpift.reduction.buckets import Contributions, Layout
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.compressed import GRADIENT_TAG, GRADIENT_TAGS_A_LANE
-from mpift.reduction.results import Results
+from mpift.reduction.results import Results, Summed
 from mpift.reduction.summing import Sums
 from mpift.reduction.sums import Claim
 from mpift.transport.lane import Started
@@ -51,7 +52,8 @@ class Delivered:
     """A completed round, as this rank saw it. ``participants`` counts the ranks in its fullest and
     ``least`` those in its emptiest bucket; ``stale`` counts those whose gradients were meant for an
     earlier round; ``late`` are members that it did not wait for. ``alarm``: somebody wants all
-    states to be examined after it, which all ranks see alike."""
+    states to be examined after it, which all ranks see alike. ``sums`` are the ``Summed`` of its
+    buckets that were summed here."""
 
     round: int
     epoch: int
@@ -60,6 +62,7 @@ class Delivered:
     stale: int
     late: tuple[int, ...]
     alarm: bool = False
+    sums: frozenset[int] = frozenset()
 
 
 class GradientRounds:
@@ -85,6 +88,8 @@ class GradientRounds:
         self._ours: int | None = None  # the last such round that the main thread took as its own
         self._declined = False
         self._late: dict[int, tuple[int, ...]] = {}
+        self._made = 0  # sums
+        self._summed: dict[int, Summed] = {}  # buckets of the open round
         self._wants_alarm = False
         self._alarmed = -1  # the last round with an alarm
         self.results = Results(layout)
@@ -162,39 +167,57 @@ class GradientRounds:
             self.contribute(bucket, whole=bucket == carried[-1])
 
     def settle(
-        self, replay: Callable[[int], None], idle: Callable[[], None] = lambda: None
+        self,
+        replay: Callable[[int], None],
+        idle: Callable[[], None] = lambda: None,
+        early: Callable[[Summed], None] | None = None,
     ) -> int | None:
         """Wait until the gradient that is under way is not any more. Returns the round in which the
         last of it was counted; None if there is none: it was dropped as too late, or the others
         are away and this rank has to go on.
 
         ``replay(n)`` has to apply all rounds below n, which hold no more of this rank's gradient
-        than a part; ``idle`` is called now and then. The wait has no limit of its own: a hung rank
-        is the watchdog's affair.
+        than a part; ``idle`` is called now and then, and ``early`` with what is summed of the open
+        round. The wait has no limit of its own: a hung rank is the watchdog's affair.
         """
         with self._news:
             self._declined = False
             applied = min(self._delivered, default=self.completed)
         self._feed(rounds.Awaited())
+        seen: set[int] = set()  # numbers of sums
         while True:
             with self._news:
-                news = functools.partial(self._has_news, applied)
+                news = functools.partial(self._has_news, applied, None if early is None else seen)
                 told = self._news.wait_for(news, _IDLE_SECONDS)
                 if self._declined or not self._under_way:
                     own = self._ours = self._own
                     self._own = None
                     break
-                applied = self.completed
-            if told:
+                behind, applied = self.completed > applied, self.completed
+                summed = [each for each in self._summed.values() if each.number not in seen]
+            if behind:
                 replay(applied)  # or this rank runs out of room, and its gradient waits for ever
-            else:
+            elif early is not None and summed:
+                early(summed[0])
+                seen.add(summed[0].number)
+            elif not told:
                 idle()
         if not self._carries:
             self.contributions.forget_carried()
         return own
 
-    def _has_news(self, applied: int) -> bool:
-        return self._declined or not self._under_way or self.completed > applied
+    def _has_news(self, applied: int, seen: set[int] | None) -> bool:
+        if self._declined or not self._under_way or self.completed > applied:
+            return True
+        return seen is not None and any(each.number not in seen for each in self._summed.values())
+
+    @contextlib.contextmanager
+    def holding(self, summed: Summed) -> Iterator[bool]:
+        """Whether the round of ``summed`` is still open; if so, it stays readable inside."""
+        with self.results.held():
+            with self._news:
+                is_open = self._summed.get(summed.bucket) is summed
+            yield is_open
 
     def is_own(self, round_: int) -> bool | None:
         """Whether this rank's script deals with ``round_`` itself; None if that is open."""
@@ -267,10 +290,21 @@ class GradientRounds:
         self.results.vacate(bucket)
         receive = self.results.receive(bucket)
         claim = Claim(start.round, kind, mine, receive, self._tag + bucket)
-        return self._sums[bucket].start(world, comm, claim)
+        with self._news:
+            self._summed.pop(bucket, None)
+        return self._or_summed(bucket, self._sums[bucket].start(world, comm, claim))
 
     def proceed(self, world: World, comm: Any, bucket: int) -> Sequence[Started]:
-        return self._sums[bucket].proceed(world)
+        return self._or_summed(bucket, self._sums[bucket].proceed(world))
+
+    def _or_summed(self, bucket: int, started: Sequence[Started]) -> Sequence[Started]:
+        if not started:
+            self._made += 1
+            with self._news:
+                summed = Summed(bucket, self._made, self.results.receive(bucket))
+                self._summed[bucket] = summed
+                self._news.notify_all()
+        return started
 
     def participants(self, bucket: int) -> int:
         return self._count(bucket, self.contributions.layout.buckets[bucket].participation)
@@ -295,8 +329,17 @@ class GradientRounds:
         if stale or min(counts) < self._ranks:
             self._incomplete()
         with self._news:
+            sums = frozenset(summed.number for summed in self._summed.values())
+            self._summed = {}
             self._delivered[deliver.round] = Delivered(
-                deliver.round, deliver.reduced_in, max(counts), min(counts), stale, late, alarm
+                deliver.round,
+                deliver.reduced_in,
+                max(counts),
+                min(counts),
+                stale,
+                late,
+                alarm,
+                sums,
             )
             self.completed = self._open
             self._under_way -= deliver.counted
@@ -342,6 +385,8 @@ class GradientRounds:
         return fresh
 
     def abandon(self, buckets: Sequence[int]) -> None:
+        with self._news:
+            self._summed = {}
         for bucket in buckets:
             if self._sums[bucket].lends:
                 self._read_on.add(bucket)

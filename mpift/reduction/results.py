@@ -13,10 +13,21 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from mpift.reduction.buckets import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Summed:
+    """The sum of a bucket of the open round; ``number`` is its own, and if a fault makes it be
+    summed again, that is another."""
+
+    bucket: int
+    number: int
+    result: np.ndarray
 
 
 class Results:
@@ -99,6 +110,10 @@ class Results:
             self._last, self._last_round = arrays, round_
             self._rounds[round_] = arrays
         self._round = round_ + 1
+
+    def held(self) -> threading.Lock:
+        """While it is held, nothing that lies in shared places is written over by a later round."""
+        return self._reading
 
     @contextlib.contextmanager
     def reading(self, round_: int) -> Iterator[Sequence[np.ndarray]]:

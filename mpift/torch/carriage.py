@@ -9,7 +9,7 @@ way, ``rewind`` tells what has arrived from what has to come again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from mpift.errors import GradientError
 from mpift.reduction.buckets import Bucket, Layout, ParameterSpec, lay_out
 from mpift.reduction.codecs import Compressor
 from mpift.reduction.gradients import GradientRounds
+from mpift.reduction.results import Summed
 
 # What a compressor's type means for torch.
 _NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -110,6 +111,7 @@ class Carriage:
         self._unsent = len(self.layout.buckets)
         self._arrived: set[int] = set()  # buckets
         self._withheld = False
+        self._early: dict[int, int] = {}  # by bucket, the number of the sum that is in ``p.grad``
         self._targets: dict[int, tuple[np.ndarray, bool]] = {}  # (buffer, whether to add to it)
 
     # -- in ----------------------------------------------------------------------------------------
@@ -208,12 +210,30 @@ class Carriage:
 
     # -- out ---------------------------------------------------------------------------------------
 
-    def take(self, round_: int) -> None:
+    def take(self, round_: int, sums: Container[int] = ()) -> None:
         """Let ``p.grad`` be the result of a completed round; None for a parameter that no rank
-        used."""
+        used. It is already, where what ``take_early`` took is one of ``sums``."""
         with torch.no_grad(), self._workload.results.reading(round_) as results:
             for number, result in enumerate(results):
-                self._copy_out(number, result)
+                if self._early.get(number) not in sums:
+                    self._copy_out(number, result)
+
+    def take_early(self, summed: Summed) -> None:
+        """A bucket of the round that is waited for has been summed: copy it while others are. If a
+        fault makes it be summed again, that is taken as if this had not been."""
+        bucket = self.layout.buckets[summed.bucket]
+        parameters = [self.parameters[slot.parameter] for slot in bucket.slots]
+        used = summed.result[bucket.slots[0].used : bucket.late]
+        if parameters[0].device.type != "cpu" or any(p.grad is None for p in parameters):
+            return
+        with torch.no_grad(), self._workload.holding(summed) as is_open:
+            if is_open and used.all():
+                self._copy_out(summed.bucket, summed.result)
+                self._early[summed.bucket] = summed.number
+
+    def forget_early(self) -> None:
+        """What was taken early may have been changed since."""
+        self._early = {}
 
     def _copy_out(self, number: int, result: np.ndarray) -> None:
         bucket = self.layout.buckets[number]

@@ -300,6 +300,7 @@ class Reducer:
 
     def _complete(self) -> None:
         """Wait for the round that counts as this rank's own, and apply all before it."""
+        self._carriage.forget_early()
         if self._due is None:
             began, first = time.monotonic(), self.replica.applied
             own = self._settle()
@@ -311,12 +312,16 @@ class Reducer:
             self._due = own, own > first
         own, late = self._due
         self.replica.replay(own)
-        self._carriage.take(own)
+        delivered = self.workload.delivered(own)
+        assert delivered is not None
+        self._carriage.take(own, delivered.sums)
         self._own, self.late, self._due, self.synchronized = own, late, None, True
 
     def _settle(self) -> int | None:
         with self._runtime.waiting():
-            return self.workload.settle(self.replica.replay, self._runtime.gradients.make_room)
+            return self.workload.settle(
+                self.replica.replay, self._runtime.gradients.make_room, self._carriage.take_early
+            )
 
     # -- after a fault of the device ---------------------------------------------------------------
 

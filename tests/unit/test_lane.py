@@ -122,3 +122,24 @@ def test_a_hand_over_that_breaks_off_leaves_no_buffer_behind() -> None:
     in_epoch(world, lane, 2)
     ((_, receive),) = comm.given
     assert not np.shares_memory(taken, receive)
+
+
+def test_what_was_summed_before_a_fault_is_no_part_of_the_round_that_is_summed_again() -> None:
+    world, comm, lane, workload = lane_of(2)
+    for bucket in range(2):
+        workload.contributions.buffers[bucket][:] = 1
+        lane.feed(world, lockstep.Contributed(bucket))
+    lane.complete(world, [0])
+    (first,) = workload._summed.values()
+    with workload.holding(first) as is_open:
+        assert is_open
+    lane.fault(world)
+    with workload.holding(first) as is_open:
+        assert not is_open
+    comm.given.clear()
+    in_epoch(world, lane, 1)
+    complete_all(world, comm, lane)
+    delivered = workload.delivered(0)
+    assert delivered is not None
+    assert len(delivered.sums) == 2
+    assert first.number not in delivered.sums
