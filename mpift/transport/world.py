@@ -67,6 +67,14 @@ class SendRequest:
     request: Any
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LetterRequest:
+    """The request of a receive from any rank, of something that tells by itself whether it has come
+    whole, in a buffer that was empty before."""
+
+    request: Any
+
+
 class Witness(Protocol):
     """Who can say that processes are gone, and see to it."""
 
@@ -93,7 +101,7 @@ class World(Protocol):
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
         """Indices of the requests that completed; raises one of ``errors`` on a fault, but not
-        before all that has completed was told."""
+        before the letters that were found with it are told."""
 
     @property
     def errors(self) -> tuple[type[BaseException], ...]:
@@ -147,6 +155,7 @@ class MpiWorld:
         self.member: int = origin.rank
         self.identities: dict[int, ProcessIdentity] = {}
         self.gone: frozenset[int] = frozenset()
+        self._met: BaseException | None = None  # a fault that is yet to be raised
         self._start(origin, lanes)
         self.view = View(0, tuple(sorted(self.identities)))
         # Communicators of older epochs: messages may still arrive on them, so they stay.
@@ -180,13 +189,19 @@ class MpiWorld:
         return comm
 
     def test_some(self, requests: Sequence[Any]) -> list[int]:
+        if self._met is not None:
+            met, self._met = self._met, None
+            raise met
         rest = [i for i, request in enumerate(requests) if not isinstance(request, SendRequest)]
+        plain = [getattr(requests[i], "request", requests[i]) for i in rest]
         try:
-            found = self._mpi.Request.Testsome([requests[i] for i in rest]) or []
-        except self._mpi.Exception:
-            found = self._found_beside_a_fault([requests[i] for i in rest])
+            found = self._mpi.Request.Testsome(plain) or []
+        except self._mpi.Exception as error:
+            letters = [isinstance(requests[i], LetterRequest) for i in rest]
+            found = self._found_beside_a_fault(plain, letters)
             if not found:
                 raise
+            self._met = error
         done = [rest[i] for i in found]
         for i, send in enumerate(requests):
             if isinstance(send, SendRequest):
@@ -196,17 +211,18 @@ class MpiWorld:
                     done.append(i)
         return done
 
-    def _found_beside_a_fault(self, requests: Sequence[Any]) -> list[int]:
-        """What completed in the look that met a fault. Open MPI has freed these requests, and will
-        not tell of them again: a rank's last word is often found together with its end. Those that
-        failed are never freed, so the next look meets the fault again."""
+    def _found_beside_a_fault(self, requests: Sequence[Any], letters: Sequence[bool]) -> list[int]:
+        """Letters that the look which met a fault has found. Open MPI has freed these requests, and
+        will not tell of them again: a rank's last word is often found together with its end. Of
+        others it may have freed those that failed, too, and one cannot tell which."""
         if not startup.ulfm_enabled(self._mpi):  # of other MPIs that is not known
             return []
         null = self._mpi.REQUEST_NULL
-        return [i for i, request in enumerate(requests) if request == null]
+        pairs = enumerate(zip(requests, letters, strict=True))
+        return [i for i, (request, letter) in pairs if letter and request == null]
 
     def receive(self, comm: Any, buffer: bytearray, tag: int) -> Any:
-        return comm.Irecv(buffer, self._mpi.ANY_SOURCE, tag)
+        return LetterRequest(comm.Irecv(buffer, self._mpi.ANY_SOURCE, tag))
 
     def operator(self, name: str) -> Any:
         return {
@@ -230,7 +246,7 @@ class MpiWorld:
         Loops until an attempt is agreed on by all who are left. It has no time limit of its own:
         a thread outside MPI watches it.
         """
-        begin = time.monotonic()
+        begin, self._met = time.monotonic(), None
         time.sleep(self._config.gather_seconds)
         # Only where collectives run. A message that is still on its way when its communicator is
         # revoked makes Open MPI abort its sender ("Send error after request freed").
