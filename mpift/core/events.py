@@ -266,6 +266,7 @@ _KINDS: dict[str, type[Event]] = {
     for kind in (
         RankStarting,
         RankStarted,
+        ReductionChosen,
         FaultInjected,
         ViewChanged,
         Suspected,

@@ -61,13 +61,15 @@ class Arenas:
         self._opened = 0  # the same number on all ranks
         self._told: str | None = None
 
-    def open(self, layout: Layout) -> Arena | None:
+    def open(self, layout: Layout, anew: bool = True) -> Arena | None:
         """An arena for ``layout``, or None if its gradients go through MPI; all ranks call this.
 
-        Raises ``GradientError`` on all ranks if ``reduction`` is "node" and that can't be.
+        Raises ``GradientError`` on all ranks if ``reduction`` is "node" and that can't be; but not
+        in the middle of training, which is not ``anew``, nor where it can't be because of deaths.
         """
-        job = self._job
-        if job.config.reduction == "mpi":
+        job, way = self._job, self._job.config.reduction
+        if way == "mpi" or job.view.size == 1:
+            self._tell("mpi", "there is one rank" if job.view.size == 1 else "as reduction says")
             return None
         reason = ""
         for _ in range(_ATTEMPTS):
@@ -80,8 +82,10 @@ class Arenas:
                 self._tell("node", self._words(layout))
                 return opened
             if job.view == view:
+                reason = f"{reason}; in all these gradients need {self._extent(layout)}"
                 break
-        if job.config.reduction == "node":
+        by_deaths = bool(self._why_not()) and job.view.size < len(job.identities)
+        if way == "node" and anew and not by_deaths:
             raise GradientError(
                 f"reduction = 'node' (MPIFT_REDUCTION) can't be: {reason}; with 'auto' gradients"
                 " would go through MPI"
@@ -92,8 +96,6 @@ class Arenas:
     def _why_not(self) -> str:
         """Why shared memory is no use in this view, as all ranks find; empty if it is."""
         view, identities = self._job.view, self._job.identities
-        if view.size == 1:
-            return "there is one rank"
         if max(Counter(identities[m].node for m in view.members).values()) == 1:
             return "no two ranks share a node"
         return ""
@@ -105,12 +107,15 @@ class Arenas:
         self._told = way
 
     def _words(self, layout: Layout) -> str:
+        nodes = len({self._job.identities[m].node for m in self._job.view.members})
+        nodes_of_it = f"{nodes} node{'s' * (nodes > 1)}"
+        return f"{self._job.view.size} ranks on {nodes_of_it}, {self._extent(layout)}"
+
+    def _extent(self, layout: Layout) -> str:
         job = self._job
-        ranks = Counter(job.identities[m].node for m in job.view.members)
-        most = max(ranks.values())
+        most = max(Counter(job.identities[m].node for m in job.view.members).values())
         size = arena.arena_bytes(layout, most) / _MEGA
-        nodes = f"{len(ranks)} node{'s' * (len(ranks) > 1)}"
-        return f"{job.view.size} ranks on {nodes}, at most {size:.0f} MB of memory a node"
+        return f"{size:.3g} MB of shared memory on a node of {most} ranks"
 
     # -- one attempt -------------------------------------------------------------------------------
 

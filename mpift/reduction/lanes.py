@@ -104,7 +104,7 @@ class GradientLanes:
         """Give a lane another layout between two rounds; returns when that is done. All ranks call
         this for the same round; ``MismatchError`` if some have left already."""
         self._operate(Operation(Kind.CHANGE_LAYOUT))
-        arena = self._arenas.open(layout)
+        arena = self._arenas.open(layout, anew=False)
 
         def apply() -> None:
             workload.relayout(layout, arena)

@@ -142,6 +142,6 @@ class Results:
     def relayout(self, layout: Layout, shared: Sequence[Sequence[np.ndarray]] = ()) -> Results:
         """Buffers for another layout, which still know the last result of this one."""
         after = Results(layout, self._round, shared)
-        after._last = self._last
-        after._rounds = {after._last_round: list(self._last)}  # never released: of other sizes
+        after._last = [array.copy() for array in self._last]  # or the old places stay for its sake
+        after._rounds = {after._last_round: list(after._last)}  # never released: of other sizes
         return after

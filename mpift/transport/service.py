@@ -241,12 +241,10 @@ class Service:
                 self._slot.left()
             with self._blocking("ending MPI", "leave_timeout"):
                 self.world.finalize()
-        except BaseException:  # noqa: BLE001, no way out of this thread may be silent
-            self._hooks.give_up(
-                ExitCode.SCRIPT_FAILED,
-                f"the service thread failed:\n{traceback.format_exc()}",
-                True,
-            )
+        except BaseException as error:  # noqa: BLE001, no way out of this thread may be silent
+            # The error first: long texts are cut.
+            words = f"the service thread failed: {error!r}\n{traceback.format_exc()}"
+            self._hooks.give_up(ExitCode.SCRIPT_FAILED, words, True)
 
     def _enter_view(self) -> None:
         self._pace.enter(self.world)

@@ -173,10 +173,11 @@ def test_each_layout_gets_an_arena_of_its_own_and_the_choice_is_told_once(folder
 # -- where there is none ---------------------------------------------------------------------------
 
 
-def test_mpi_is_chosen_without_a_word() -> None:
+def test_what_was_chosen_is_said_once() -> None:
     ranks = Ranks("aab", "mpi")
     assert ranks.open(LAYOUT) == [None] * 3
-    assert ranks.told == [[], [], []]
+    ranks.open(LAYOUT)
+    assert ranks.told == [[("mpi", "as reduction says")], [], []]
     assert [job.exchanges for job in ranks.jobs] == [0, 0, 0]
 
 
@@ -189,9 +190,22 @@ def test_where_no_ranks_share_a_node_there_is_none(nodes: str, reason: str) -> N
     assert ranks.told == [[("mpi", reason)], *[[]] * (len(nodes) - 1)]
     ranks.open(LAYOUT)
     assert len(ranks.jobs[0].told) == 1
-    for raised in Ranks(nodes, "node").open(LAYOUT):
+    for raised in Ranks(nodes, "node").open(LAYOUT) if len(nodes) > 1 else ():
         assert isinstance(raised, GradientError)
         assert reason in str(raised)
+
+
+def test_what_was_asked_for_and_is_lost_later_ends_no_training(folder: Path) -> None:
+    ranks = Ranks("aab", "node")
+    assert all(ranks.open(LAYOUT))
+    in_the_way(ranks, 1, folder, opened=2)
+    again = [arenas.open for arenas in ranks.arenas]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda open_: open_(LAYOUT, anew=False), again))
+    assert found == [None] * 3
+    for job in ranks.jobs:  # rank 1 has died
+        job.view = job.view.successor(1, [0, 2])
+    assert ranks.arenas[0].open(LAYOUT) is ranks.arenas[2].open(LAYOUT) is None
 
 
 def in_the_way(ranks: Ranks, member: int, folder: Path, opened: int = 1) -> Path:

@@ -27,6 +27,11 @@ def test_every_kind_of_event_survives_its_line() -> None:
         assert events.decode(events.encode(event)) == event
 
 
+def test_the_launcher_knows_every_kind_of_event() -> None:
+    kinds = {kind.__name__ for kind in events.Event.__subclasses__()}
+    assert kinds == set(events._KINDS)
+
+
 def test_a_long_traceback_keeps_its_end_and_fits_a_pipe() -> None:
     event = events.RankFailed(1.5, 2, "node1", 1, "why", "x" * 10_000 + "the end")
     line = events.encode(event)
