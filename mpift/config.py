@@ -100,27 +100,27 @@ class Config:
 
     # A gradient bucket is closed once it holds this much. Smaller overlaps better with backward,
     # larger wastes less on latency.
-    bucket_bytes: int = _setting(32 << 20, "reduction", unit="bytes", low=1024)
+    bucket_bytes: int = _setting(32 << 20, "gradients", unit="bytes", low=1024)
     # The first bucket is small, so that the reduction starts early in backward.
-    first_bucket_bytes: int = _setting(1 << 20, "reduction", unit="bytes", low=1024)
+    first_bucket_bytes: int = _setting(1 << 20, "gradients", unit="bytes", low=1024)
     # "node": ranks that share a node sum gradients in its shared memory, and nodes exchange sums;
     # "mpi": all ranks through MPI's own reduction. "auto" is "node" wherever ranks share a node and
     # there is memory for it, since what need not be sent costs least.
-    reduction: str = _setting("auto", "reduction", choices=("auto", "node", "mpi"))
+    reduction: str = _setting("auto", "gradients", choices=("auto", "node", "mpi"))
     # How many ranks of the view must have arrived in a round before it may do without the others.
     # A majority, so that rounds follow each other: two majorities have a rank in common.
-    quorum: str = _setting("majority", "reduction", parse=closing.parse_quorum)
+    quorum: str = _setting("majority", "gradients", parse=closing.parse_quorum)
     # How long a round waits for late ranks then: "timeout" is sync_timeout, so that healthy runs
     # are exactly synchronous; "adaptive" goes by how ranks arrive, and cuts stragglers.
-    patience: str = _setting("timeout", "reduction", parse=waiting.parse_patience)
+    patience: str = _setting("timeout", "gradients", parse=waiting.parse_patience)
     # Past this a majority need not wait for a late rank's gradient; the longest that the adaptive
     # patience waits.
-    sync_timeout: float = _seconds(None, "reduction", low=0.001)
+    sync_timeout: float = _seconds(None, "gradients", low=0.001)
     # A gradient that comes too late for its round counts in the next one, or not at all.
-    late: str = _setting("carry", "reduction", choices=("carry", "drop"))
+    late: str = _setting("carry", "gradients", choices=("carry", "drop"))
     # A rank that is this many rounds behind is waited for. Each costs memory for one result while
     # a rank is behind.
-    max_lag: int = _setting(4, "reduction", unit="rounds", low=0, high=1000)
+    max_lag: int = _setting(4, "gradients", unit="rounds", low=0, high=1000)
 
     # Rounds between two comparisons of all replicas. Not never: replays, repairs and checkpoints
     # that all ranks write together take for granted that replicas are equal, so one that has parted
