@@ -53,7 +53,8 @@ class Pace:
         something ``moves`` has MPI to be looked at for it."""
         self._polls += 1
         if self.crowded and not moves:
-            time.sleep(_CROWDED_SECONDS)
+            soon = self._polls <= _SPIN_POLLS
+            time.sleep(_BUSY_SLEEP_SECONDS if soon else _CROWDED_SECONDS)
             return
         if self._polls <= _SPIN_POLLS:
             os.sched_yield()
