@@ -36,12 +36,10 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def require_shared_memory() -> Path:
-    """The default folder, if what lies there is in memory; ``MpiftError`` otherwise."""
-    folder = default_folder()
-    if folder != _SHARED_MEMORY:
+def require_shared_memory() -> None:
+    """Raises ``MpiftError`` if what lies in the default folder is not in memory."""
+    if default_folder() != _SHARED_MEMORY:
         raise MpiftError(f"{_SHARED_MEMORY} cannot be written to, so there is no shared memory")
-    return folder
 
 
 def job_name(token: str, node: str) -> str:

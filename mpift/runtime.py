@@ -24,7 +24,7 @@ from mpift.checkpoint import group as groups
 from mpift.checkpoint.job import JobGroup
 from mpift.config import Config, unknown_variables
 from mpift.core import chaos, events
-from mpift.core.membership import View
+from mpift.core.membership import View, by_node
 from mpift.devices.accelerators import accelerator_probe
 from mpift.devices.faults import words_of
 from mpift.devices.probes import HostProbe
@@ -162,13 +162,16 @@ class Runtime:
     @property
     def neighbours(self) -> tuple[int, ...]:
         """Members of the present view on this rank's node, in rank order."""
-        node = self.identities[self.member].node
-        return tuple(m for m in self.view.members if self.identities[m].node == node)
+        return self._by_node[self.identities[self.member].node]
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Distinct nodes of the present view, in order of their first rank."""
-        return tuple(dict.fromkeys(self.identities[m].node for m in self.view.members))
+        return tuple(self._by_node)
+
+    @property
+    def _by_node(self) -> dict[str, tuple[int, ...]]:
+        return by_node(self.view.members, lambda member: self.identities[member].node)
 
     @property
     def node_name(self) -> str:
@@ -247,10 +250,8 @@ class Runtime:
     def _view_changed(self, rebuilt: Rebuilt, farewells: dict[int, str]) -> None:
         view = rebuilt.view
         if view.coordinator == self.member:
-            members, lost = (
-                tuple(self.identities[m].launch_rank for m in some)
-                for some in (view.members, rebuilt.lost)
-            )
+            members = tuple(self.identities[m].launch_rank for m in view.members)
+            lost = tuple(self.identities[m].launch_rank for m in rebuilt.lost)
             words = tuple(farewells.get(m) or self._verdict(m) for m in rebuilt.lost)
             reasons = tuple(each[:_WORDS_CHARS] for each in words)
             self.emit(events.ViewChanged, view.epoch, members, lost, rebuilt.seconds, reasons)

@@ -24,6 +24,7 @@ from mpift.bench.machine import (
     threads_a_rank,
 )
 from mpift.bench.spread import Spread, ratios, spread_of
+from mpift.bench.targets import Target
 from mpift.errors import ConfigError, MpiftError
 from mpift.testing.ranks import run_ranks
 
@@ -75,19 +76,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A ratio that is wanted at most as large as ``bound``."""
-
-    name: str
-    measured: float
-    bound: float
-
-    @property
-    def met(self) -> bool:
-        return self.measured <= self.bound
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """Arrays of one size. ``seconds`` is one sum by contender, ``round_ratios`` are mpift's to each
     of ``PEERS``. ``reduction`` is how mpift summed: "node", in shared memory, or "mpi"."""
@@ -106,7 +94,7 @@ class Row:
         """How far each was met; none where fixed costs are most of it."""
         bound = _BOUND_OF_FEW if ranks <= _FEW_RANKS else _BOUND
         for peer in PEERS if self.bytes >= TARGET_BYTES else ():
-            yield Target(f"ratio_to_{peer}", self.ratio_to(peer), bound)
+            yield Target(f"ratio_to_{peer}", f"mpift / {peer}", self.ratio_to(peer), bound)
 
     def as_json(self, ranks: int) -> dict[str, Any]:
         """Plain values; medians by name, their quartiles under ``spread``."""
@@ -116,14 +104,7 @@ class Row:
             "bytes": self.bytes,
             **{name: spread.median for name, spread in figures.items()},
             **{f"ratio_to_{peer}": self.ratio_to(peer) for peer in PEERS},
-            "targets": {
-                target.name: {
-                    "measured": target.measured,
-                    "bound": target.bound,
-                    "met": target.met,
-                }
-                for target in self.targets(ranks)
-            },
+            "targets": {target.name: target.as_json() for target in self.targets(ranks)},
             "spread": {name: asdict(spread) for name, spread in spreads.items()},
             "repetitions": self.repetitions,
             "reduction": self.reduction,

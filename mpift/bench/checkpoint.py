@@ -25,6 +25,7 @@ from typing import Any
 
 from mpift.bench.machine import START_SECONDS, results_of, threads_a_rank
 from mpift.bench.spread import Spread, ratios, spread_of
+from mpift.bench.targets import Target
 from mpift.errors import ConfigError
 from mpift.testing.ranks import run_ranks
 
@@ -93,22 +94,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A ratio that is wanted at most as large as ``bound``, or smaller where not ``inclusive``."""
-
-    name: str
-    above: str
-    below: str
-    measured: float
-    bound: float
-    inclusive: bool
-
-    @property
-    def met(self) -> bool:
-        return self.measured < self.bound or (self.inclusive and self.measured == self.bound)
-
-
-@dataclass(frozen=True, slots=True)
 class CheckpointReport:
     """What was measured. ``seconds`` by what was done; ``sizes`` in bytes, as a save adds them to
     the directory, index and manifest included; ``first_stall_seconds`` is the stall of a manager's
@@ -147,7 +132,8 @@ class CheckpointReport:
         """How far each was met, by the medians."""
         figures = self.figures()
         for name, above, below, bound, inclusive in TARGETS:
-            yield Target(name, above, below, figures[above] / figures[below], bound, inclusive)
+            ratio = figures[above] / figures[below]
+            yield Target(name, f"{above} / {below}", ratio, bound, inclusive)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: medians by name, sizes, targets, the spread, and how it was run."""
@@ -158,14 +144,7 @@ class CheckpointReport:
             **self.figures(),
             "first_stall_seconds": self.first_stall_seconds,
             **{f"{name}_page_cache": word for name, word in self.page_cache.items()},
-            "targets": {
-                target.name: {
-                    "measured": target.measured,
-                    "bound": target.bound,
-                    "met": target.met,
-                }
-                for target in self.targets()
-            },
+            "targets": {target.name: target.as_json() for target in self.targets()},
             "spread": {
                 **{f"{name}_seconds": asdict(spread) for name, spread in self.seconds.items()},
                 **{name: asdict(spread) for name, spread in self.round_ratios.items()},

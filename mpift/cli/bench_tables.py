@@ -77,8 +77,8 @@ def allreduce_tables(report: AllreduceReport) -> Group:
                 f"mpift / {peer}",
                 f"{row.ratio_to(peer):.2f}",
                 f"{ratios.lower:.2f} to {ratios.upper:.2f}",
-                "" if target is None else f"at most {target.bound:g}",
-                "" if target is None else "met" if target.met else "missed",
+                "" if target is None else target.wanted,
+                "" if target is None else target.verdict,
             )
     return Group(times, targets)
 
@@ -196,8 +196,5 @@ def checkpoint_tables(report: CheckpointReport) -> Group:
     for heading in ("measured", "wanted", ""):
         targets.add_column(heading, justify="right")
     for target in report.targets():
-        wanted = f"{'at most' if target.inclusive else 'below'} {target.bound:g}"
-        met = "met" if target.met else "missed"
-        words = f"{target.above} / {target.below}"
-        targets.add_row(words, f"{target.measured:.2f}", wanted, met)
+        targets.add_row(target.words, f"{target.measured:.2f}", target.wanted, target.verdict)
     return Group(times, targets)

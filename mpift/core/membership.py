@@ -9,7 +9,7 @@ one goes on.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from mpift.errors import MpiftError
@@ -47,6 +47,14 @@ class View:
         if not set(after.members) <= set(self.members):
             raise MpiftError(f"view {after} holds members that {self} lacks")
         return after
+
+
+def by_node(members: Iterable[int], node_of: Callable[[int], str]) -> dict[str, tuple[int, ...]]:
+    """Members by the node that they are on; nodes in the order of their first members."""
+    nodes: dict[str, list[int]] = {}
+    for member in members:
+        nodes.setdefault(node_of(member), []).append(member)
+    return {node: tuple(there) for node, there in nodes.items()}
 
 
 def initial_view(size: int) -> View:

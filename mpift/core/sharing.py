@@ -27,7 +27,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mpift.core.membership import View
+from mpift.core.membership import View, by_node
 from mpift.errors import MpiftError
 
 RESULTS_KEPT = 2
@@ -71,14 +71,12 @@ class Part:
 def part_of(member: int, view: View, node_of: Mapping[int, str]) -> Part:
     """The place of ``member``. There are as many slices as ranks on the node that has the fewest,
     so that each slice has an owner everywhere."""
-    nodes: dict[str, list[int]] = {}
-    for each in view.members:
-        nodes.setdefault(node_of[each], []).append(each)
+    nodes = by_node(view.members, node_of.__getitem__)
     slices = min(map(len, nodes.values()))
     mine = nodes[node_of[member]]
     seat = mine.index(member)
     across = tuple(there[seat] for there in nodes.values()) if seat < slices else ()
-    return Part(member, tuple(mine), tuple(mine[:slices]), across)
+    return Part(member, mine, mine[:slices], across)
 
 
 def cut(elements: int, slices: int) -> list[tuple[int, int]]:

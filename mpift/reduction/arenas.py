@@ -8,8 +8,7 @@ everywhere, in an operation, so that deaths meanwhile leave the others in agreem
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 from mpift import memory
 from mpift.config import Config
 from mpift.core import events
-from mpift.core.membership import View
+from mpift.core.membership import View, by_node
 from mpift.errors import GradientError, MpiftError
 from mpift.memory import Region
 from mpift.reduction import arena
@@ -95,10 +94,7 @@ class Arenas:
 
     def _why_not(self) -> str:
         """Why shared memory is no use in this view, as all ranks find; empty if it is."""
-        view, identities = self._job.view, self._job.identities
-        if max(Counter(identities[m].node for m in view.members).values()) == 1:
-            return "no two ranks share a node"
-        return ""
+        return "no two ranks share a node" if self._most == 1 else ""
 
     def _tell(self, way: str, words: str) -> None:
         """Once, unless the choice is another one later; by one rank for all."""
@@ -107,15 +103,24 @@ class Arenas:
         self._told = way
 
     def _words(self, layout: Layout) -> str:
-        nodes = len({self._job.identities[m].node for m in self._job.view.members})
+        nodes = len(self._nodes)
         nodes_of_it = f"{nodes} node{'s' * (nodes > 1)}"
         return f"{self._job.view.size} ranks on {nodes_of_it}, {self._extent(layout)}"
 
     def _extent(self, layout: Layout) -> str:
-        job = self._job
-        most = max(Counter(job.identities[m].node for m in job.view.members).values())
-        size = arena.arena_bytes(layout, most) / _MEGA
-        return f"{size:.3g} MB of shared memory on a node of {most} ranks"
+        size = arena.arena_bytes(layout, self._most) / _MEGA
+        return f"{size:.3g} MB of shared memory on a node of {self._most} ranks"
+
+    @property
+    def _nodes(self) -> dict[str, tuple[int, ...]]:
+        """The members of the view by node."""
+        identities = self._job.identities
+        return by_node(self._job.view.members, lambda member: identities[member].node)
+
+    @property
+    def _most(self) -> int:
+        """Ranks on the node that has most."""
+        return max(map(len, self._nodes.values()))
 
     # -- one attempt -------------------------------------------------------------------------------
 
@@ -123,8 +128,7 @@ class Arenas:
         """An arena, or why there is none: the same on all ranks."""
         self._opened += 1
         job, view = self._job, self._job.view
-        here = job.identities[job.member].node
-        neighbours = [m for m in view.members if job.identities[m].node == here]
+        neighbours = self._nodes[job.identities[job.member].node]
         made = _tried(lambda: self._make(layout, neighbours))
         reason = self._first_problem(made)
         mapped: Any = "other ranks have none"
@@ -153,7 +157,7 @@ class Arenas:
         name = f"gradients{self._opened}-{whose}"
         return memory.region_path(memory.default_folder(), self._job.node_name, name)
 
-    def _make(self, layout: Layout, neighbours: list[int]) -> tuple[Region, Region | None]:
+    def _make(self, layout: Layout, neighbours: Sequence[int]) -> tuple[Region, Region | None]:
         """This rank's region, and as the node's first rank that of its results."""
         memory.require_shared_memory()
         size_bytes = arena.contributions_bytes(layout)
@@ -164,7 +168,7 @@ class Arenas:
         return own, results
 
     def _map(
-        self, layout: Layout, neighbours: list[int], own: Region, results: Region | None
+        self, layout: Layout, neighbours: Sequence[int], own: Region, results: Region | None
     ) -> _Regions:
         size_bytes = arena.contributions_bytes(layout)
         others = {

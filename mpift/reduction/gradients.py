@@ -52,7 +52,7 @@ class Delivered:
     """A completed round, as this rank saw it. ``participants`` counts the ranks in its fullest and
     ``least`` those in its emptiest bucket; ``stale`` counts those whose gradients were meant for an
     earlier round; ``late`` are members that it did not wait for. ``alarm``: somebody wants all
-    states to be examined after it, which all ranks see alike. ``sums`` are the ``Summed`` of its
+    states to be examined after it, which all ranks see alike. ``sums`` are those of its
     buckets that were summed here."""
 
     round: int
@@ -62,7 +62,7 @@ class Delivered:
     stale: int
     late: tuple[int, ...]
     alarm: bool = False
-    sums: frozenset[int] = frozenset()
+    sums: frozenset[Summed] = frozenset()
 
 
 class GradientRounds:
@@ -88,7 +88,6 @@ class GradientRounds:
         self._ours: int | None = None  # the last such round that the main thread took as its own
         self._declined = False
         self._late: dict[int, tuple[int, ...]] = {}
-        self._made = 0  # sums
         self._summed: dict[int, Summed] = {}  # buckets of the open round
         self._wants_alarm = False
         self._alarmed = -1  # the last round with an alarm
@@ -184,7 +183,7 @@ class GradientRounds:
             self._declined = False
             applied = min(self._delivered, default=self.completed)
         self._feed(rounds.Awaited())
-        seen: set[int] = set()  # numbers of sums
+        seen: set[Summed] = set()
         while True:
             with self._news:
                 news = functools.partial(self._has_news, applied, None if early is None else seen)
@@ -194,22 +193,22 @@ class GradientRounds:
                     self._own = None
                     break
                 behind, applied = self.completed > applied, self.completed
-                summed = [each for each in self._summed.values() if each.number not in seen]
+                summed = [each for each in self._summed.values() if each not in seen]
             if behind:
                 replay(applied)  # or this rank runs out of room, and its gradient waits for ever
             elif early is not None and summed:
                 early(summed[0])
-                seen.add(summed[0].number)
+                seen.add(summed[0])
             elif not told:
                 idle()
         if not self._carries:
             self.contributions.forget_carried()
         return own
 
-    def _has_news(self, applied: int, seen: set[int] | None) -> bool:
+    def _has_news(self, applied: int, seen: set[Summed] | None) -> bool:
         if self._declined or not self._under_way or self.completed > applied:
             return True
-        return seen is not None and any(each.number not in seen for each in self._summed.values())
+        return seen is not None and not seen.issuperset(self._summed.values())
 
     @contextlib.contextmanager
     def holding(self, summed: Summed) -> Iterator[bool]:
@@ -299,10 +298,8 @@ class GradientRounds:
 
     def _or_summed(self, bucket: int, started: Sequence[Started]) -> Sequence[Started]:
         if not started:
-            self._made += 1
             with self._news:
-                summed = Summed(bucket, self._made, self.results.receive(bucket))
-                self._summed[bucket] = summed
+                self._summed[bucket] = Summed(bucket, self.results.receive(bucket))
                 self._news.notify_all()
         return started
 
@@ -329,7 +326,7 @@ class GradientRounds:
         if stale or min(counts) < self._ranks:
             self._incomplete()
         with self._news:
-            sums = frozenset(summed.number for summed in self._summed.values())
+            sums = frozenset(self._summed.values())
             self._summed = {}
             self._delivered[deliver.round] = Delivered(
                 deliver.round,

@@ -17,7 +17,7 @@ from mpift.core import sharing
 from mpift.core.sharing import Act, Kind, Legacies, Part, Stamp
 from mpift.errors import GradientError
 from mpift.reduction.arena import Arena
-from mpift.reduction.codecs import Compressor
+from mpift.reduction.codecs import Compressor, Range
 from mpift.reduction.compressed import CompressedSum, exchange, sum_of_slice
 from mpift.reduction.sums import Claim
 from mpift.transport.lane import Started
@@ -86,7 +86,6 @@ class NodeSum:
         self._claim: Claim
         self._heard: list[np.ndarray] = []  # words that this act waits for
         self._some = False  # whether anybody of this node contributes to this rank's slice
-        self._slice = (0, 0)  # this rank's, without the counts
         self._across: CompressedSum | None = None
         self._summed = (0, 0)  # the slice that it sums
         self._exchanged = False  # whether it has begun to, in the sum under way
@@ -169,16 +168,19 @@ class NodeSum:
                 )
         self._heard = []
 
+    @property
+    def _slice(self) -> Range:
+        """The elements that this rank owns, without the counts."""
+        part = self._node.part
+        assert part.slice is not None
+        return sharing.cut(self._bucket.elements, len(part.owners))[part.slice]
+
     def _mine(self) -> np.ndarray:
         """This rank's slice of the result, with the counts if it is the last."""
-        part, bucket = self._node.part, self._bucket
-        assert part.slice is not None
-        slices = sharing.cut(bucket.elements, len(part.owners))
-        self._slice = slices[part.slice]
-        start, stop = self._slice
-        last = part.slice == len(slices) - 1
+        part, (start, stop) = self._node.part, self._slice
+        last = part.slice == len(part.owners) - 1
         result = self._node.arena.result(self._claim.round, self._number)
-        return result[start : bucket.length if last else stop]
+        return result[start : self._bucket.length if last else stop]
 
     def _sum(self) -> None:
         """This rank's slice of all that the node contributes."""

@@ -22,11 +22,10 @@ from mpift.reduction.buckets import Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Summed:
-    """The sum of a bucket of the open round; ``number`` is its own, and if a fault makes it be
-    summed again, that is another."""
+    """The sum of a bucket of the open round. If a fault makes it be summed again, that is another:
+    two are equal only if they are the same."""
 
     bucket: int
-    number: int
     result: np.ndarray
 
 

@@ -111,7 +111,7 @@ class Carriage:
         self._unsent = len(self.layout.buckets)
         self._arrived: set[int] = set()  # buckets
         self._withheld = False
-        self._early: dict[int, int] = {}  # by bucket, the number of the sum that is in ``p.grad``
+        self._early: dict[int, Summed] = {}  # by bucket, what is in ``p.grad``
         self._targets: dict[int, tuple[np.ndarray, bool]] = {}  # (buffer, whether to add to it)
 
     # -- in ----------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Carriage:
 
     # -- out ---------------------------------------------------------------------------------------
 
-    def take(self, round_: int, sums: Container[int] = ()) -> None:
+    def take(self, round_: int, sums: Container[Summed] = ()) -> None:
         """Let ``p.grad`` be the result of a completed round; None for a parameter that no rank
         used. It is already, where what ``take_early`` took is one of ``sums``."""
         with torch.no_grad(), self._workload.results.reading(round_) as results:
@@ -229,7 +229,7 @@ class Carriage:
         with torch.no_grad(), self._workload.holding(summed) as is_open:
             if is_open and used.all():
                 self._copy_out(summed.bucket, summed.result)
-                self._early[summed.bucket] = summed.number
+                self._early[summed.bucket] = summed
 
     def forget_early(self) -> None:
         """What was taken early may have been changed since."""

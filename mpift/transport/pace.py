@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 
+from mpift.core.membership import by_node
 from mpift.transport.world import World
 
 # Polls without progress before the loop begins to sleep between them. A poll costs a few
@@ -36,9 +36,9 @@ class Pace:
 
     def enter(self, world: World) -> None:
         """A new view is in force."""
-        node_of = {m: world.identities[m].node for m in world.view.members}
-        neighbours = Counter(node_of.values())[node_of[world.member]]
-        self.crowded = neighbours > len(os.sched_getaffinity(0))
+        nodes = by_node(world.view.members, lambda member: world.identities[member].node)
+        neighbours = nodes[world.identities[world.member].node]
+        self.crowded = len(neighbours) > len(os.sched_getaffinity(0))
 
     def hurry(self, now: float) -> None:
         """Another rank may wait for this one's answers for a while."""

@@ -63,11 +63,11 @@ def closest(values: np.ndarray, count: int, round_: int, length: int) -> tuple[l
     return list(best), away[best]
 
 
-def both_ways() -> dict[str, Any]:
-    """The same rounds in shared memory and through MPI; the fault schedule strikes in the first."""
+def sums_in(ways: list[str]) -> dict[str, Any]:
+    """The same rounds, by the values of ``reduction`` one after the other."""
     found: dict[str, Any] = {}
-    for way in ("node", "mpi"):
-        runtime.start(config=Config.load(reduction=way, chaos=None if way == "node" else ""))
+    for way in ways:
+        runtime.start(config=Config.load(reduction=way))
         trainer = RandomTrainer(elements=10_001)
         found[way] = trainer.sums()
         found[way]["shares"] = trainer.workload.shares

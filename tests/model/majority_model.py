@@ -6,10 +6,8 @@ collective may complete on some ranks and fail on others whenever all members of
 started it; control messages take as long as they like, in order from each sender; patience may be
 over whenever a quorum has arrived; ranks die at any moment, the coordinator included.
 
-A gradient is known by its batch, so a result says exactly what was counted in it.
-
-Where ranks share memory, what a dead rank had claimed of the open round counts in it all the same
-(``core.sharing``).
+A gradient is known by its batch, so a result says exactly what was counted in it. Where all ranks
+share memory, what the dead had claimed of the open round counts in it too (``core.sharing``).
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import Any
 from mpift.core import closing, lockstep, rounds
 from mpift.core.closing import Closing
 from mpift.core.rounds import Rounds, Standing
+from tests.model.worlds import put, with_rank
 
 Batches = frozenset[int]
 Counted = tuple[tuple[int, Batches], ...]  # (rank, its batches in this bucket)
@@ -69,8 +68,7 @@ class World:
 
 class MajorityModel:
     """``loops[i]`` batches on rank i, at most ``deaths`` deaths, ``buckets`` buckets a round. With
-    ``prompt`` the coordinator hears at once what ranks tell it; with ``shares`` all ranks share
-    memory."""
+    ``prompt`` the coordinator hears at once what ranks tell it."""
 
     def __init__(
         self,
@@ -112,12 +110,12 @@ class MajorityModel:
             yield from self._messages(world, number, rank)
             if world.deaths_left and sum(r.alive for r in world.ranks) > 1:
                 gone = replace(world, deaths_left=world.deaths_left - 1)
-                yield f"rank {number} dies", _with(gone, number, replace(rank, alive=False))
+                yield f"rank {number} dies", with_rank(gone, number, replace(rank, alive=False))
             if rank.machine.finished and not rank.faulted:
-                yield f"rank {number} departs", _with(world, number, replace(rank, alive=False))
+                yield f"rank {number} departs", with_rank(world, number, replace(rank, alive=False))
             if not rank.faulted and self._broken(world):
                 noticed = replace(rank, faulted=True, inbox=(), outbox=())
-                after = self._feed(_with(world, number, noticed), number, lockstep.Faulted())
+                after = self._feed(with_rank(world, number, noticed), number, lockstep.Faulted())
                 yield f"rank {number} sees the fault", after
         state = world.closing
         coordinator = world.ranks[world.view[0]]
@@ -142,11 +140,11 @@ class MajorityModel:
             else:
                 yield f"rank {number} waits in step", self._wait(world, number)
         elif self.operation and not rank.in_operation and world.operations == 0:
-            calls = _with(world, number, replace(rank, in_operation=True))
+            calls = with_rank(world, number, replace(rank, in_operation=True))
             calls = self._feed(calls, number, rounds.WentAway())
             yield f"rank {number} waits in an operation", self._operate(calls)
         elif not rank.left and (world.operations or not self.operation):
-            gone = _with(world, number, replace(rank, left=True))
+            gone = with_rank(world, number, replace(rank, left=True))
             yield f"rank {number} leaves", self._feed(gone, number, lockstep.Joined())
         behind = machine.applied < machine.completed
         full = machine.completed - machine.applied >= machine.max_lag
@@ -161,7 +159,7 @@ class MajorityModel:
             return world
         world = replace(world, operations=world.operations + 1)
         for number in living:
-            world = _with(world, number, replace(world.ranks[number], in_operation=False))
+            world = with_rank(world, number, replace(world.ranks[number], in_operation=False))
             world = self._feed(world, number, rounds.CameBack())
         return world
 
@@ -172,41 +170,41 @@ class MajorityModel:
         rank = replace(rank, placed=bucket + 1)
         mine = rank.carried[bucket] | {rank.batch}
         if rank.withheld:
-            carried = _put(rank.carried, bucket, mine)
-            return _with(world, number, replace(rank, carried=carried))
+            carried = put(rank.carried, bucket, mine)
+            return with_rank(world, number, replace(rank, carried=carried))
         rank = replace(
             rank,
-            buffers=_put(rank.buffers, bucket, mine),
-            carried=_put(rank.carried, bucket, NOTHING),
+            buffers=put(rank.buffers, bucket, mine),
+            carried=put(rank.carried, bucket, NOTHING),
             whole=bucket + 1 == self.buckets,
         )
-        return self._feed(_with(world, number, rank), number, lockstep.Contributed(bucket))
+        return self._feed(with_rank(world, number, rank), number, lockstep.Contributed(bucket))
 
     def _wait(self, world: World, number: int) -> World:
-        world = _with(world, number, replace(world.ranks[number], waits=True))
+        world = with_rank(world, number, replace(world.ranks[number], waits=True))
         return self._feed(world, number, rounds.Awaited())
 
     def _stepped(self, world: World, number: int) -> World:
         rank = world.ranks[number]
         rank = replace(rank, waits=False, placed=0, batch=rank.batch + 1, own=-1)
-        return self._applied(_with(world, number, rank), number)
+        return self._applied(with_rank(world, number, rank), number)
 
     def _applied(self, world: World, number: int) -> World:
         rank = world.ranks[number]
         if rank.own >= 0 and not rank.waits:  # counted while nobody waited: applied as any other
-            world = _with(world, number, replace(rank, own=-1))
+            world = with_rank(world, number, replace(rank, own=-1))
         completed = world.ranks[number].machine.completed
         return self._feed(world, number, rounds.Applied(completed))
 
     def _messages(self, world: World, number: int, rank: Rank) -> Iterator[tuple[str, World]]:
         if rank.inbox and not rank.faulted:
             word, *rest = rank.inbox
-            read = _with(world, number, replace(rank, inbox=tuple(rest)))
+            read = with_rank(world, number, replace(rank, inbox=tuple(rest)))
             yield f"rank {number} reads {word}", self._feed(read, number, word)
         coordinator = world.ranks[world.view[0]]
         if rank.outbox and coordinator.alive and not coordinator.faulted:
             told, *others = rank.outbox
-            sent = _with(world, number, replace(rank, outbox=tuple(others)))
+            sent = with_rank(world, number, replace(rank, outbox=tuple(others)))
             yield f"the coordinator hears {told}", self._closing(sent, told)
 
     def _closing(self, world: World, event: closing.Told | closing.PatienceOver) -> World:
@@ -223,7 +221,7 @@ class MajorityModel:
             for member in members:
                 rank = world.ranks[member]
                 if rank.alive and not rank.faulted:
-                    world = _with(world, member, replace(rank, inbox=(*rank.inbox, word)))
+                    world = with_rank(world, member, replace(rank, inbox=(*rank.inbox, word)))
         return world
 
     def _completions(self, world: World, number: int, rank: Rank) -> Iterator[tuple[str, World]]:
@@ -251,7 +249,7 @@ class MajorityModel:
                 event = lockstep.BucketCompleted(world.epoch, bucket, len(counted))
                 yield (
                     f"rank {number} completes bucket {bucket} of {round_} with {counted}",
-                    self._feed(_with(world, number, held), number, event),
+                    self._feed(with_rank(world, number, held), number, event),
                 )
 
     def _hand_over(self, world: World, number: int, round_: int) -> World:
@@ -259,7 +257,7 @@ class MajorityModel:
         _, tag, result = givers[0].last
         rank = world.ranks[number]
         if rank.machine.completed == round_:
-            world = _with(world, number, replace(rank, results=result))
+            world = with_rank(world, number, replace(rank, results=result))
         last = givers[0].machine.finished
         handed = lockstep.HandedOver(world.epoch, round_, tag, last)
         return self._feed(world, number, handed)
@@ -275,7 +273,8 @@ class MajorityModel:
         if self.shares:
             world = replace(world, left=world.left | left)
         for number in view:
-            world = _with(world, number, replace(world.ranks[number], faulted=False, results=()))
+            rank = replace(world.ranks[number], faulted=False, results=())
+            world = with_rank(world, number, rank)
             world = self._feed(world, number, lockstep.Reconciled(epoch, completed))
         return self._operate(world)
 
@@ -283,7 +282,7 @@ class MajorityModel:
 
     def _feed(self, world: World, number: int, event: Any) -> World:
         machine, instructions = world.ranks[number].machine.handle(event)
-        world = _with(world, number, replace(world.ranks[number], machine=machine))
+        world = with_rank(world, number, replace(world.ranks[number], machine=machine))
         for instruction in instructions:
             world = self._carry_out(world, number, instruction)
         return world
@@ -295,7 +294,7 @@ class MajorityModel:
         match instruction:
             case lockstep.Start(_, round_, bucket, real, _):
                 if real and not rank.flying[bucket]:
-                    rank = replace(rank, flying=_put(rank.flying, bucket, rank.buffers[bucket]))
+                    rank = replace(rank, flying=put(rank.flying, bucket, rank.buffers[bucket]))
                 data: Counted = ((number, rank.flying[bucket]),) if real else ()
                 if any(p[:3] == (round_, bucket, number) for p in world.posted):
                     return replace(world, fault=f"rank {number} claims {bucket} of {round_} twice")
@@ -344,7 +343,7 @@ class MajorityModel:
                 if self.prompt and not rank.faulted:
                     return self._closing(world, told)
                 rank = replace(rank, outbox=(*rank.outbox, told))
-        return _with(world, number, rank)
+        return with_rank(world, number, rank)
 
     # -- what must hold --------------------------------------------------------------------------
 
@@ -399,13 +398,3 @@ def _added(
         item | (buffers[bucket] if bucket in buckets else NOTHING)
         for bucket, item in enumerate(items)
     )
-
-
-def _put(items: tuple[Batches, ...], index: int, value: Batches) -> tuple[Batches, ...]:
-    return (*items[:index], value, *items[index + 1 :])
-
-
-def _with(world: World, number: int, rank: Rank) -> World:
-    ranks = list(world.ranks)
-    ranks[number] = rank
-    return replace(world, ranks=tuple(ranks))

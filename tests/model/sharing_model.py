@@ -24,6 +24,7 @@ from mpift.core.sharing import (
     next_act,
     part_of,
 )
+from tests.model.worlds import put, with_rank
 
 TORN = -2
 NOTHING = -1
@@ -129,13 +130,13 @@ class SharingModel:
             living = sum(r.alive for r in world.ranks)
             if world.deaths_left and living > 1 and rank.completed < self.rounds:
                 gone = replace(world, deaths_left=world.deaths_left - 1)
-                yield f"rank {member} dies", _with(gone, member, replace(rank, alive=False))
+                yield f"rank {member} dies", with_rank(gone, member, replace(rank, alive=False))
             broken = any(
                 not world.ranks[m].alive or world.ranks[m].faulted for m in world.view.members
             )
             if broken and not rank.faulted:
                 seen = replace(rank, faulted=True, act=None, said=frozenset(), partial=None)
-                yield f"rank {member} sees the fault", _with(world, member, seen)
+                yield f"rank {member} sees the fault", with_rank(world, member, seen)
         living_members = [m for m in world.view.members if world.ranks[m].alive]
         if all(world.ranks[m].faulted for m in living_members):
             yield "rebuild", self._rebuild(world, tuple(living_members))
@@ -145,10 +146,10 @@ class SharingModel:
         if rank.completed < self.rounds and not rank.filled and rank.act is None:
             if rank.memory != TORN:
                 torn = replace(rank, memory=TORN)
-                yield f"rank {member} begins to write", _with(world, member, torn)
+                yield f"rank {member} begins to write", with_rank(world, member, torn)
             else:
                 whole = replace(rank, memory=rank.completed, filled=True)
-                yield f"rank {member} has written", _with(world, member, whole)
+                yield f"rank {member} has written", with_rank(world, member, whole)
         for number, slices in rank.unread[:1]:
             result = self._kept(world, member, number, slices)
             read = replace(
@@ -157,7 +158,7 @@ class SharingModel:
                 private=tuple(p for p in rank.private if p[0] != number),
                 delivered=(*rank.delivered, result),
             )
-            yield f"rank {member} reads round {number}", _with(world, member, read)
+            yield f"rank {member} reads round {number}", with_rank(world, member, read)
 
     def _read(self, world: World, member: int, number: int, slices: int) -> Result:
         return world.results[int(self.node_of[member])][self.place(number)][:slices]
@@ -178,7 +179,7 @@ class SharingModel:
                         act=Act.MEET,
                         stamp=Stamp(rank.completed, Kind.REAL if rank.filled else Kind.NOTHING),
                     )
-                    yield f"rank {member} begins {rank.completed}", _with(world, member, begun)
+                    yield f"rank {member} begins {rank.completed}", with_rank(world, member, begun)
             case Act.MEET:
                 others = () if part.slice is None else part.locals
                 yield from self._words(world, rank, part, part.owners, others)
@@ -211,13 +212,13 @@ class SharingModel:
             if receiver != member and receiver not in rank.said:
                 word = (act, rank.completed, member, receiver)
                 told = replace(rank, said=rank.said | {receiver})
-                after = replace(_with(world, member, told), words=world.words | {word})
+                after = replace(with_rank(world, member, told), words=world.words | {word})
                 yield f"rank {member} tells {receiver} {act.name}", after
                 return  # in a fixed order: which one is first makes no difference
         heard = {s for a, n, s, r in world.words if (a, n, r) == (act, rank.completed, member)}
         if set(senders) - {member} <= heard:
             through = replace(rank, act=next_act(act, part), said=frozenset())
-            yield f"rank {member} is through with {act.name}", _with(world, member, through)
+            yield f"rank {member} is through with {act.name}", with_rank(world, member, through)
 
     def _sum(self, world: World, rank: Rank, part: Part) -> Iterator[tuple[str, World]]:
         found = self.counted(world, part)
@@ -228,7 +229,7 @@ class SharingModel:
             return
         summed = replace(rank, partial=found, act=next_act(Act.SUM, part))
         after = self._write(world, rank, part, (TORN, found))
-        yield f"rank {part.member} sums {set(found)}", _with(after, part.member, summed)
+        yield f"rank {part.member} sums {set(found)}", with_rank(after, part.member, summed)
 
     def _exchange(self, world: World, rank: Rank, part: Part) -> Iterator[tuple[str, World]]:
         assert part.slice is not None
@@ -241,7 +242,7 @@ class SharingModel:
         if set(part.across) <= set(there):
             total = frozenset().union(*(there[m] for m in part.across))
             through = replace(rank, partial=total, act=Act.SPREAD)
-            yield f"rank {part.member} has all", _with(world, part.member, through)
+            yield f"rank {part.member} has all", with_rank(world, part.member, through)
 
     def _unwritten(self, world: World, rank: Rank, part: Part) -> bool:
         if part.slice is None:
@@ -252,9 +253,9 @@ class SharingModel:
     def _write(self, world: World, rank: Rank, part: Part, slice_: Slice) -> World:
         node, place = int(self.node_of[part.member]), self.place(rank.completed)
         assert part.slice is not None
-        result = _put(world.results[node][place], part.slice, slice_)
-        places = _put(world.results[node], place, result)
-        return replace(world, results=_put(world.results, node, places))
+        result = put(world.results[node][place], part.slice, slice_)
+        places = put(world.results[node], place, result)
+        return replace(world, results=put(world.results, node, places))
 
     def _complete(self, world: World, member: int) -> World:
         rank = world.ranks[member]
@@ -263,7 +264,7 @@ class SharingModel:
         if lost:
             fault = f"round {rank.completed} lacks what {set(lost)} had in place"
             world = replace(world, fault=fault)
-        return _with(world, member, self._completed(rank, slices))
+        return with_rank(world, member, self._completed(rank, slices))
 
     def _due(self, world: World, member: int) -> frozenset[int]:
         """Whose gradients are in place for the open round as ``member`` knows: those of the living,
@@ -300,7 +301,7 @@ class SharingModel:
                 rank = self._completed(replace(rank, private=private), slices)
             part = part_of(member, view, self.node_of)
             rank = replace(rank, legacies=self.in_view(rank, part))
-            world = _with(world, member, rank)
+            world = with_rank(world, member, rank)
         return world
 
     # -- what must hold ----------------------------------------------------------------------------
@@ -322,11 +323,3 @@ class SharingModel:
         return all(
             rank.completed == self.rounds and not rank.unread for rank in world.ranks if rank.alive
         )
-
-
-def _put(items: tuple, index: int, value: object) -> tuple:  # type: ignore[type-arg]
-    return (*items[:index], value, *items[index + 1 :])
-
-
-def _with(world: World, member: int, rank: Rank) -> World:
-    return replace(world, ranks=_put(world.ranks, member, rank))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from mpift.core import lockstep
 from mpift.core.turns import Turns
+from tests.model.worlds import with_rank
 
 Result = tuple[frozenset[int], ...]  # per bucket, the ranks whose real data is in it
 
@@ -66,13 +67,13 @@ class TurnsModel:
             yield from self._completions(world, number, rank)
             if world.deaths_left and self._living(world) > 1:
                 gone = replace(world, deaths_left=world.deaths_left - 1)
-                yield f"rank {number} dies", _with(gone, number, replace(rank, alive=False))
+                yield f"rank {number} dies", with_rank(gone, number, replace(rank, alive=False))
             if rank.machine.finished and not rank.faulted:
-                yield f"rank {number} departs", _with(world, number, replace(rank, alive=False))
+                yield f"rank {number} departs", with_rank(world, number, replace(rank, alive=False))
             if not rank.faulted and self._broken(world):
                 machine, _ = rank.machine.handle(lockstep.Faulted())
                 noticed = replace(rank, machine=machine, faulted=True)
-                yield f"rank {number} sees the fault", _with(world, number, noticed)
+                yield f"rank {number} sees the fault", with_rank(world, number, noticed)
         if self._living(world) and all(
             world.ranks[n].faulted for n in world.view if world.ranks[n].alive
         ):
@@ -86,7 +87,7 @@ class TurnsModel:
             yield f"rank {number} joins", self._feed(world, number, lockstep.Joined())
         elif rank.contributed < 1:
             bucket = rank.contributed
-            busy = _with(world, number, replace(rank, contributed=bucket + 1))
+            busy = with_rank(world, number, replace(rank, contributed=bucket + 1))
             yield (
                 f"rank {number} contributes bucket {bucket} of {machine.completed}",
                 self._feed(busy, number, lockstep.Contributed(bucket)),
@@ -117,7 +118,7 @@ class TurnsModel:
                 event = lockstep.BucketCompleted(epoch, bucket, len(who))
                 yield (
                     f"rank {number} completes bucket {bucket} of {round_} with {sorted(who)}",
-                    self._feed(_with(world, number, held), number, event),
+                    self._feed(with_rank(world, number, held), number, event),
                 )
 
     def _hand_over(self, world: World, number: int, round_: int) -> World:
@@ -127,7 +128,7 @@ class TurnsModel:
         _, tag, result = givers[0]
         rank = world.ranks[number]
         if rank.machine.completed == round_:
-            world = _with(world, number, replace(rank, results=result))
+            world = with_rank(world, number, replace(rank, results=result))
         handed = lockstep.HandedOver(world.epoch, round_, tag, last=not result[0])
         return self._feed(world, number, handed)
 
@@ -137,7 +138,9 @@ class TurnsModel:
         completed = tuple(world.ranks[n].machine.completed for n in view)
         world = replace(world, view=view, epoch=epoch, posted=frozenset())
         for number in view:
-            world = _with(world, number, replace(world.ranks[number], faulted=False, results=()))
+            world = with_rank(
+                world, number, replace(world.ranks[number], faulted=False, results=())
+            )
             world = self._feed(world, number, lockstep.Reconciled(epoch, completed))
         return world
 
@@ -163,7 +166,7 @@ class TurnsModel:
                     )
                 case lockstep.Finish(tag):
                     rank = replace(rank, last=(machine.completed - 1, tag, rank.results))
-        return _with(replace(world, posted=frozenset(posted)), number, rank)
+        return with_rank(replace(world, posted=frozenset(posted)), number, rank)
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -188,9 +191,3 @@ class TurnsModel:
 
     def _broken(self, world: World) -> bool:
         return any(not world.ranks[n].alive or world.ranks[n].faulted for n in world.view)
-
-
-def _with(world: World, number: int, rank: Rank) -> World:
-    ranks = list(world.ranks)
-    ranks[number] = rank
-    return replace(world, ranks=tuple(ranks))

@@ -15,6 +15,7 @@ from mpift.bench.models import MODELS
 from mpift.bench.spread import Spread, ratios, spread_of
 from mpift.cli import main
 from mpift.errors import ConfigError, MpiftError
+from tests.unit.bench_calls import call_bench
 
 SECONDS = st.floats(1e-6, 1e3)
 
@@ -235,29 +236,12 @@ def test_one_rank_alone_is_refused() -> None:
         straggler.make_plan(1)
 
 
-def call_straggler(
-    monkeypatch: pytest.MonkeyPatch, report: straggler.StragglerReport, *words: str
-) -> tuple[int, list[straggler.Plan]]:
-    """The exit code of ``mpift bench straggler``, and what it would have run."""
-    asked: list[straggler.Plan] = []
-
-    def measure(plan: straggler.Plan) -> straggler.StragglerReport:
-        asked.append(plan)
-        return report
-
-    monkeypatch.setattr(straggler, "measure", measure)
-    with pytest.raises(SystemExit) as left:
-        main(["bench", "straggler", *words])
-    assert isinstance(left.value.code, int)
-    return left.value.code, asked
-
-
 def test_the_straggler_command_shows_the_curve_and_writes_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "straggler.json"
     words = ("-np", "3", "--delays", "1.5,4", "--json", str(file))
-    code, asked = call_straggler(monkeypatch, four_ranks(), *words)
+    code, asked = call_bench(monkeypatch, straggler, "straggler", *words, report=four_ranks())
     assert (code, asked) == (0, [straggler.make_plan(3, [1.5, 4.0])])
     assert json.loads(file.read_text())["speedup"] == 2.0
     shown = " ".join(capsys.readouterr().out.split())
@@ -270,7 +254,7 @@ def test_ranks_that_end_apart_fail_the_straggler_command_but_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     apart = four_ranks(digests=["a", "c"])
-    assert call_straggler(monkeypatch, apart, "--json", "-")[0] == 1
+    assert call_bench(monkeypatch, straggler, "straggler", "--json", "-", report=apart)[0] == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["identical"] is False
     assert "different parameters" in captured.err
@@ -290,7 +274,7 @@ def test_wrong_words_are_refused_before_anything_is_run(
     words: tuple[str, ...],
     complaint: str,
 ) -> None:
-    assert call_straggler(monkeypatch, four_ranks(), *words) == (2, [])
+    assert call_bench(monkeypatch, straggler, "straggler", *words, report=four_ranks()) == (2, [])
     assert complaint in " ".join(capsys.readouterr().err.split())
 
 

@@ -13,10 +13,10 @@ from mpift.bench import allreduce
 from mpift.bench.allreduce import CONTENDERS, AllreduceReport, Plan
 from mpift.bench.machine import results_of
 from mpift.bench.spread import Spread
-from mpift.cli import main
 from mpift.config import Config
 from mpift.errors import ConfigError, MpiftError
 from mpift.testing.ranks import Outcome
+from tests.unit.bench_calls import call_bench
 
 MIB = 1 << 20
 
@@ -177,25 +177,6 @@ def test_a_wrong_sum_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 # -- the command -----------------------------------------------------------------------------------
 
 
-def call(
-    monkeypatch: pytest.MonkeyPatch, *words: str, report: AllreduceReport | None = None
-) -> tuple[int, list[Plan]]:
-    """The exit code of ``mpift bench allreduce``, and what it would have run."""
-    asked: list[Plan] = []
-
-    def measure(plan: Plan) -> AllreduceReport:
-        asked.append(plan)
-        if report is None:
-            raise MpiftError("1 of 2 ranks failed")
-        return report
-
-    monkeypatch.setattr(allreduce, "measure", measure)
-    with pytest.raises(SystemExit) as left:
-        main(["bench", "allreduce", *words])
-    assert isinstance(left.value.code, int)
-    return left.value.code, asked
-
-
 def test_the_command_measures_what_was_asked_and_writes_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -204,7 +185,9 @@ def test_the_command_measures_what_was_asked_and_writes_a_file(
     rank = rows_of_a_rank({}, {"gloo": [9.0, 9.0, 9.0]})
     monkeypatch.setenv("COLUMNS", "120")
     # A target that is missed does not fail the command.
-    code, asked = call(monkeypatch, *words, report=report_of(rank, rank))
+    code, asked = call_bench(
+        monkeypatch, allreduce, "allreduce", *words, report=report_of(rank, rank)
+    )
     assert (code, asked) == (0, [allreduce.make_plan(3, [2, 16], 5, quick=True)])
     assert json.loads(file.read_text())["rows"][1]["targets"]["ratio_to_mpi"]["met"] is False
     shown = capsys.readouterr().out
@@ -218,14 +201,14 @@ def test_standard_output_holds_nothing_but_the_json_if_it_goes_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of(rows_of_a_rank(), rows_of_a_rank())
-    assert call(monkeypatch, "--json", "-", report=report)[0] == 0
+    assert call_bench(monkeypatch, allreduce, "allreduce", "--json", "-", report=report)[0] == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
 
 
 def test_ranks_that_fail_are_told_and_give_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch)[0] == 1
+    assert call_bench(monkeypatch, allreduce, "allreduce")[0] == 1
     assert "1 of 2 ranks failed" in capsys.readouterr().err
 
 
@@ -248,5 +231,5 @@ def test_wrong_words_are_refused_before_anything_is_run(
 ) -> None:
     report = report_of(rows_of_a_rank(), rows_of_a_rank())
     monkeypatch.setenv("COLUMNS", "200")
-    assert call(monkeypatch, *words, report=report) == (2, [])
+    assert call_bench(monkeypatch, allreduce, "allreduce", *words, report=report) == (2, [])
     assert complaint in " ".join(capsys.readouterr().err.split())

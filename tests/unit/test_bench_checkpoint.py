@@ -16,10 +16,11 @@ from mpift.bench.checkpoint import READS, TARGETS, WRITES, CheckpointReport, Pla
 from mpift.bench.checkpoint_state import State
 from mpift.bench.checkpoint_turns import Figures
 from mpift.bench.spread import Spread
+from mpift.bench.targets import Target
 from mpift.checkpoint.blocks import BLOCK_BYTES, SPARSE_BLOCK_BYTES, cut, digest
 from mpift.checkpoint.state import as_bytes, flatten
-from mpift.cli import main
-from mpift.errors import ConfigError, MpiftError
+from mpift.errors import ConfigError
+from tests.unit.bench_calls import call_bench
 
 MIB = 1 << 20
 
@@ -48,7 +49,7 @@ def report_of(*by_rank: dict[str, Any]) -> CheckpointReport:
     return checkpoint.report(plan, 1, "/somewhere/mpift-bench-x", 0.25, by_rank)
 
 
-def target(report: CheckpointReport, name: str) -> checkpoint.Target:
+def target(report: CheckpointReport, name: str) -> Target:
     return next(found for found in report.targets() if found.name == name)
 
 
@@ -236,25 +237,6 @@ def test_the_turns_rotate_and_the_first_of_each_does_not_count() -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def call(
-    monkeypatch: pytest.MonkeyPatch, *words: str, report: CheckpointReport | None = None
-) -> tuple[int, list[Plan]]:
-    """The exit code of ``mpift bench checkpoint``, and what it would have run."""
-    asked: list[Plan] = []
-
-    def measure(plan: Plan) -> CheckpointReport:
-        asked.append(plan)
-        if report is None:
-            raise MpiftError("1 of 2 ranks failed")
-        return report
-
-    monkeypatch.setattr(checkpoint, "measure", measure)
-    with pytest.raises(SystemExit) as left:
-        main(["bench", "checkpoint", *words])
-    assert isinstance(left.value.code, int)
-    return left.value.code, asked
-
-
 def test_the_command_measures_what_was_asked_and_writes_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -264,7 +246,7 @@ def test_the_command_measures_what_was_asked_and_writes_a_file(
     report = report_of(figures_of_a_rank(grown_bytes=5000), figures_of_a_rank())
     wanted = checkpoint.make_plan(3, 80, tmp_path, keep=True, quick=True)
     monkeypatch.setenv("COLUMNS", "120")
-    assert call(monkeypatch, *words, report=report) == (0, [wanted])
+    assert call_bench(monkeypatch, checkpoint, "checkpoint", *words, report=report) == (0, [wanted])
     assert json.loads(file.read_text())["targets"]["peak_to_limit"]["met"] is False
     shown = capsys.readouterr()
     for words_of_one in (*WRITES.values(), *READS.values()):
@@ -277,19 +259,19 @@ def test_standard_output_holds_nothing_but_the_json_if_it_goes_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of(figures_of_a_rank(), figures_of_a_rank())
-    assert call(monkeypatch, "--json", "-", report=report)[0] == 0
+    assert call_bench(monkeypatch, checkpoint, "checkpoint", "--json", "-", report=report)[0] == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
 
 
 def test_ranks_that_fail_are_told_and_give_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch)[0] == 1
+    assert call_bench(monkeypatch, checkpoint, "checkpoint")[0] == 1
     assert "1 of 2 ranks failed" in capsys.readouterr().err
 
 
 def test_wrong_words_are_refused_before_anything_is_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, "--mib", "1") == (2, [])
+    assert call_bench(monkeypatch, checkpoint, "checkpoint", "--mib", "1") == (2, [])
     assert "at least 16" in capsys.readouterr().err

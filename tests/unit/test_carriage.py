@@ -43,13 +43,13 @@ def test_what_was_taken_early_is_not_taken_again_unless_it_was_summed_again() ->
         carriage.take_early(sum_up(workload, bucket, 10.0 + bucket))
     assert gradients(parameters) == [5.0, 5.5]
     again = sum_up(workload, 1, 20.0)
-    numbers = frozenset(each.number for each in workload._summed.values())
+    sums = frozenset(workload._summed.values())
     workload.results.complete(0)
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.fill_(-1.0)  # shows who is written to
-    carriage.take(0, numbers)
-    assert again.number in numbers
+    carriage.take(0, sums)
+    assert again in sums
     assert gradients(parameters) == [-1.0, 10.0]
 
 
@@ -67,9 +67,9 @@ def test_parameters_that_somebody_or_nobody_used_wait_for_the_whole_round() -> N
     parameters[0].grad = None
     carriage.take_early(sum_up(workload, 1, 10.0))
     assert gradients(parameters) == [7.0, None]
-    numbers = frozenset(each.number for each in workload._summed.values())
+    sums = frozenset(workload._summed.values())
     workload.results.complete(0)
-    carriage.take(0, numbers)
+    carriage.take(0, sums)
     assert gradients(parameters) == [None, 5.0]
 
 
@@ -77,10 +77,10 @@ def test_what_the_script_may_have_changed_since_is_taken_again() -> None:
     parameters, workload, carriage = parts()
     for bucket in range(2):
         carriage.take_early(sum_up(workload, bucket, 10.0))
-    numbers = frozenset(each.number for each in workload._summed.values())
+    sums = frozenset(workload._summed.values())
     workload.results.complete(0)
     for parameter in parameters:
         parameter.grad = torch.full((3,), np.nan)
     carriage.forget_early()
-    carriage.take(0, numbers)
+    carriage.take(0, sums)
     assert gradients(parameters) == [5.0, 5.0]

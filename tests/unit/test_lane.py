@@ -142,4 +142,4 @@ def test_what_was_summed_before_a_fault_is_no_part_of_the_round_that_is_summed_a
     delivered = workload.delivered(0)
     assert delivered is not None
     assert len(delivered.sums) == 2
-    assert first.number not in delivered.sums
+    assert first not in delivered.sums
