@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,8 @@ def in_a_fork(function: Callable[[], Any]) -> dict[str, Any]:
         try:
             answer = {"ok": True, "value": function()}
         except BaseException as error:  # noqa: BLE001, it is told
-            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            told = "".join(traceback.format_exception(error))  # which of its asserts it was
+            answer = {"ok": False, "error": told}
         with os.fdopen(sending, "w") as pipe:
             json.dump(answer, pipe)
         os._exit(0)
