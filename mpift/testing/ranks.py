@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +46,8 @@ _END_SECONDS = 10.0
 # As many ranks as were asked for may never be seen together: the first may have ended before the
 # last has started. After so long without a new one, those that are there are taken.
 _SETTLED_SECONDS = 2.0
+# What ranks that are out of time get to say where each of their threads is.
+_STACKS_SECONDS = 1.0
 
 # Open MPI's launcher says this now and then, before there is any rank.
 _NOT_STARTED = "The PMIx server's listener thread failed to start"
@@ -172,6 +176,7 @@ def _run_once(
         except subprocess.TimeoutExpired:
             timed_out = True
             seconds = time.monotonic() - begin
+            _print_stacks(token)
         except (ChildProcessError, TimeoutError) as error:
             raise type(error)(f"{error}; it said:\n{_text_of(out)}\n{_text_of(err)}") from None
         finally:
@@ -179,6 +184,24 @@ def _run_once(
             process.wait()
         stdout, stderr = _text_of(out), _text_of(err)
     return Outcome({}, process.returncode, stdout, stderr, seconds, timed_out, left)
+
+
+def _print_stacks(token: str) -> None:
+    """Have the ranks of a job that hangs print where each thread is, to their standard error."""
+    for rank in find_ranks(token).values():
+        with contextlib.suppress(psutil.Error):
+            if _catches(rank, signal.SIGUSR1):
+                rank.send_signal(signal.SIGUSR1)
+    time.sleep(_STACKS_SECONDS)
+
+
+def _catches(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether the signal would not end it: not every rank of a job is one of ``run_ranks``."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _text_of(stream: IO[bytes]) -> str:
@@ -279,6 +302,7 @@ def end_processes(token: str) -> None:
 
 def _main() -> None:
     """One rank: carry out the scenarios, and write their results where ``run_ranks`` looks."""
+    faulthandler.register(signal.SIGUSR1)
     job = json.loads(sys.argv[1])
     member = os.environ.get(RANK_VARIABLE, "0")
     results = []

@@ -82,8 +82,7 @@ class Service:
         self._progress = 0
         self.joined = self._released = self.away = False
         self.waited = False  # the script waits for the other ranks, and computes nothing
-        self._leave_barrier: Any = None
-        self._all_through = False  # the barrier is complete: nobody needs this rank any more
+        self._all_through = False  # nobody needs this rank any more
         self._leave_deadline: float | None = None
         self.mailbox = Mailbox()
         self.farewells = Farewells(self.mailbox, self.call)
@@ -293,13 +292,9 @@ class Service:
         for lane in self.lanes:
             requests += lane.requests
             counts_of_lanes.append(len(lane.requests))
-        if self._leave_barrier is not None:
-            requests.append(self._leave_barrier)
         done = set(self.world.test_some(requests))
         if not done:
             return False
-        if self._leave_barrier is not None and len(requests) - 1 in done:
-            self._all_through = True
         if max(done) >= first_of_lanes:
             self._pace.progressed()
         # Lanes last: one may hit a fault, and what has arrived otherwise must not be lost by it.
@@ -317,7 +312,7 @@ class Service:
 
     def _pause(self) -> None:
         words = any(lane.requests for lane in self.lanes)
-        moves = self._leave_barrier is not None or any(lane.moves for lane in self.lanes)
+        moves = self._leave_deadline is not None or any(lane.moves for lane in self.lanes)
         if moves or (words and self.waited):
             self._pace.nap(moves)
         else:
@@ -333,13 +328,15 @@ class Service:
             lane.fault(self.world)
         for part in self._parts:
             part.fault()
-        self._leave_barrier = None
         old, step = self.world.view, self.step
         reports = tuple(lane.report() for lane in self.lanes)
         report = Report(self.world.member, old.epoch, reports)
         gone, strike = frozenset(self.farewells.heard), self._hooks.strike
         with self._blocking(REBUILDING, "rebuild_timeout"):
             rebuilt = self.world.rebuild(report, gone, self.fencing, lambda at: strike(step, at))
+        if rebuilt is None:
+            self._all_through = True
+            return
         self._judge(old, rebuilt, planned)
         self._fault, self._rebuild_wanted = None, False
         self.views[rebuilt.view.epoch] = rebuilt.view
@@ -376,19 +373,18 @@ class Service:
         return self.joined and all(lane.rounds.finished for lane in self.lanes)
 
     def _may_leave(self) -> bool:
-        """Finished ranks meet in a barrier, so that nobody leaves while others need its results."""
+        """Finished ranks agree to leave, so that nobody does while others need its results."""
+        if self._all_through:
+            return True
         if not (self.finished and self._released) or self._fault is not None:
             return False
         if self._leave_deadline is None:
             self._leave_deadline = time.monotonic() + self._config.leave_timeout
-        if self._leave_barrier is None and self.world.view.size > 1:
-            try:
-                self._leave_barrier = self.world.lane_comms[0].Ibarrier()
-            except self.world.errors as error:
-                self._fault = error
-                return False
-        alone = self.world.view.size == 1
-        return alone or self._all_through or time.monotonic() >= self._leave_deadline
+        try:
+            self._all_through = self.world.all_through()
+        except self.world.errors as error:
+            self._fault = error
+        return self._all_through or time.monotonic() >= self._leave_deadline
 
 
 def _share(done: set[int], start: int, count: int) -> tuple[int, list[int]]:

@@ -15,8 +15,9 @@ from mpift.config import Config
 from mpift.core.membership import initial_view
 from mpift.errors import TransportError
 from mpift.transport import processes, startup
+from mpift.transport.mpi_world import MpiWorld
 from mpift.transport.processes import ProcessIdentity
-from mpift.transport.world import MpiWorld, Rebuilt, Report, Witness
+from mpift.transport.world import Rebuilt, Report, Witness
 
 
 class _Done:
@@ -76,6 +77,9 @@ class SoloWorld:
 
     def operator(self, name: str) -> str:
         return name
+
+    def all_through(self) -> bool:
+        return True
 
     def rebuild(
         self,

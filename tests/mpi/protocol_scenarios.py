@@ -21,6 +21,7 @@ from mpift import runtime
 from mpift.reduction.buckets import Layout, ParameterSpec, lay_out
 from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.transport import processes
+from mpift.transport.service import Service
 
 STEPS = 40
 
@@ -276,12 +277,16 @@ def sub_communicator() -> dict[str, Any]:
     return {"found": found}
 
 
-def again_and_again(victim: int) -> dict[str, Any]:
-    """Start and stop three times; ``victim`` dies between the first two."""
+def again_and_again(victim: int, looks_late: int | None = None) -> dict[str, Any]:
+    """Start and stop three times; ``victim`` dies between the first two, and the one who
+    ``looks_late`` hears of that before it knows that all others were through.
+    """
     sums = []
     for turn in range(3):
         comm = mpift.Communicator()
         member = comm.members[comm.rank]
+        if turn == 0 and member == looks_late:
+            look_late(runtime.current()._service)
         sums.append(comm.allreduce([1 << member]).tolist()[0])
         comm.free()
         if turn == 0 and member == victim:
@@ -291,6 +296,24 @@ def again_and_again(victim: int) -> dict[str, Any]:
     except mpift.NotInitializedError as error:
         return {"sums": sums, "after": str(error)}
     return {"sums": sums, "after": "no error"}
+
+
+def look_late(service: Service) -> None:
+    """Once this rank has told the others that it is through, it looks away for a while, and hears
+    of a death before it looks whether they were."""
+    may_leave, rested = service._may_leave, False
+
+    def late() -> bool:
+        nonlocal rested
+        found = may_leave()
+        if service._leave_deadline is not None and not rested:
+            rested = True
+            time.sleep(0.5)
+            service.leave_behind(RuntimeError("somebody is gone"))
+            return False
+        return found
+
+    service._may_leave = late
 
 
 def one_never_comes(how: str) -> dict[str, Any]:

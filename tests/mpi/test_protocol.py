@@ -266,8 +266,9 @@ def test_ranks_that_finish_early_count_as_joined_until_the_last_is_through() -> 
     assert outcome.results[2]["counts"] == [3]
 
 
-def test_it_may_be_shut_down_and_started_again_even_after_a_death() -> None:
-    outcome = run_ranks(3, scenarios.again_and_again, 1)
+@pytest.mark.parametrize("looks_late", [None, 2], ids=["all look", "one looks late"])
+def test_it_may_be_shut_down_and_started_again_even_after_a_death(looks_late: int | None) -> None:
+    outcome = run_ranks(3, scenarios.again_and_again, 1, looks_late)
     assert sorted(outcome.results) == [0, 2], str(outcome)
     for result in outcome.results.values():
         assert result["sums"] == [7, 5, 5]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mpift.transport import startup
-from mpift.transport.world import LetterRequest, MpiWorld
+from mpift.transport.mpi_world import MpiWorld
+from mpift.transport.world import LetterRequest
 
 
 class FaultError(Exception):
