@@ -6,7 +6,8 @@ arrived in:
 * All others arrived or away: those who are away are nudged, so that they contribute zeros.
 * A quorum arrived: the rest is nudged once patience is over. How long that is, is not decided here:
   ``missing`` says whom the round waits for, and ``PatienceOver`` comes from whoever has a clock.
-* More than half away: nobody opens a round. Whoever has arrived is told to go on.
+* More than half away: nobody opens a round. Whoever has arrived is told to go on, unless somebody
+  is past that round, or will have something in it: then it is complete, or has to become so.
 * All left: the lane ends, after the last round that anybody had something in.
 
 Being away is to wait in an operation that others have yet to call. Operations are numbered, so a
@@ -188,7 +189,8 @@ class Closing:
         arrived, away = self.arrived, self._away
         if not arrived or self.closed:
             return self, ()
-        if 2 * len(away) > len(self.members):
+        destined = any(word.round > self.round for word in self.words)
+        if 2 * len(away) > len(self.members) and not destined:
             members = arrived - self.declined
             told = replace(self, declined=self.declined | members)
             return told, (Decline(self.round, tuple(sorted(members))),) if members else ()

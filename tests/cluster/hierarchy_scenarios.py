@@ -26,7 +26,8 @@ class RandomTrainer(Trainer):
         the sums in float64, and their digest."""
         participants, digest, furthest = [], 0, 0.0
         for number in range(ROUNDS):
-            assert self.reduce() == number
+            reduced = self.reduce()
+            assert reduced == number, (reduced, number, self.workload.completed)
             with self.workload.results.reading(number) as results:
                 for bucket, result in zip(self.layout.buckets, results, strict=True):
                     digest = zlib.crc32(result.tobytes(), digest)

@@ -108,6 +108,14 @@ def test_where_most_are_away_whoever_arrives_is_told_to_go_on() -> None:
     assert done == [Decline(0, (3,))]
 
 
+@pytest.mark.parametrize("past", [Standing.AWAY, Standing.LEFT, Standing.COMPUTING])
+def test_nobody_goes_on_without_a_round_that_somebody_is_past(past: Standing) -> None:
+    # Its result is on its way to the last one.
+    words = [told(0, past, 1), told(1, Standing.LEFT, 0), told(2, Standing.LEFT, 0)]
+    _, done = play(FOUR, *words, *arrived(3), told(0, Standing.LEFT, 1))
+    assert done == [Nudge(0, (0, 1, 2), late=())]
+
+
 def test_half_are_no_majority() -> None:
     _, done = play(Closing.of((0, 1), "majority"), *away(0), *arrived(1))
     assert done == [Nudge(0, (0,), late=())]
