@@ -39,7 +39,7 @@ def contend(given: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "gloo", init_method=f"file://{place}/rendezvous", rank=hvd.rank(), world_size=hvd.size()
     )
     state = State(plan.mib << 20)
-    figures = Figures()
+    figures = Figures(state.size_bytes)
     saved = {"whole": place / "whole", "chain": place / "chain"}
     grown = _measure_memory(state, saved["whole"])
     writes = Writes(state, figures, place)

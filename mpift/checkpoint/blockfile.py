@@ -17,23 +17,21 @@ import contextlib
 import functools
 import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import h5py
-import numpy as np
-import xxhash
 
-from mpift.checkpoint import encoding, reading
-from mpift.checkpoint.blocks import TensorSpec, storage_dtype
+from mpift.checkpoint import encoding
+from mpift.checkpoint.blocks import Block, storage_dtype
 from mpift.checkpoint.durable import Disk, temporary
 from mpift.checkpoint.encoding import Bytes
 from mpift.checkpoint.manifest import BlockFile, Stored
-from mpift.errors import CheckpointDamagedError, CheckpointError
+from mpift.checkpoint.rereading import in_order, read_again
+from mpift.errors import CheckpointError
 
 # Not "latest": any HDF5 since 1.10 (2016) is to read these files, and refuse one not closed.
 LIBVER = ("v110", "v110")
@@ -42,28 +40,12 @@ OVERHEAD_BYTES = 1 << 20
 # Longer writes make the kernel look for larger pages, and wait for them: 0.5 s in 250 MB.
 WRITE_BYTES = 1 << 20
 WRITE_BLOCKS = 512  # Linux takes 1024 buffers at once
+# Storage begins after so much, while the rest is copied.
+BEGIN_BYTES = 8 << 20
 BOTH_FILTERS_SKIPPED = 0b11
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block to be written: its raw bytes (1-D, contiguous; whole items), torch's name of its
-    dtype, the block size of its tensor in bytes, and ``blocks.digest`` of it."""
-
-    data: Bytes
-    dtype: str
-    block_bytes: int
-    digest: str
-
-    @property
-    def elements(self) -> int:
-        return self.data.nbytes // storage_dtype(self.dtype).itemsize
-
-    @property
-    def is_full(self) -> bool:
-        return self.data.nbytes == self.block_bytes
+Begin: TypeAlias = Callable[[int, int], object]  # (first byte, bytes): these were written
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +71,40 @@ class _Span:
 def write_blocks(
     disk: Disk, root: Path, name: str, blocks: Sequence[Block], encode: bool, threads: int
 ) -> tuple[BlockFile, list[Stored]]:
-    """Write ``blocks`` (at least one) to ``root/blocks/name``, whose folder exists, and read the
-    file again; where each of them lies, in their order.
+    """Write ``blocks`` (at least one) to ``root/blocks/name``, and read the file again; where each
+    of them lies, in their order.
 
     With ``encode``, full blocks of floating point are encoded by ``threads`` threads, which hold at
     most two encodings each; blocks that would not get smaller are stored as they are. The blocks'
     memory must not change meanwhile.
 
-    Raises ``CheckpointError`` if there is too little space, if there is such a file already, or if
-    it reads back other than written; ``OSError`` if the disk refuses. No file is left then.
+    Raises ``CheckpointError`` if space is short, if there is such a file already, or if it reads
+    back other than written; ``OSError`` if the disk refuses. No file is left then.
     """
     path = root / "blocks" / name
     _check_space(path, blocks)
     parts = _parts(blocks, encode)
     unfinished = temporary(path)
     try:
-        spans = _write(unfinished, parts, blocks, threads)
-        unfinished.chmod(0o444)
-        stored = _stored(f"blocks/{name}", parts, spans, blocks)
-        # What is read is in memory still: so read while the disk is at work.
+        # The disk is at work meanwhile; and what is read again is in memory still.
         with ThreadPoolExecutor(1, "mpift-sync") as syncing:
+            spans = _write(
+                unfinished,
+                parts,
+                blocks,
+                threads,
+                lambda start, size: syncing.submit(disk.begin, unfinished, start, size),
+            )
+            unfinished.chmod(0o444)
+            stored = _stored(f"blocks/{name}", parts, spans, blocks)
             synced = syncing.submit(disk.sync, unfinished)
-            size, digest = _read_again(unfinished, stored, blocks, threads)
+            size, digest = read_again(unfinished, stored, blocks, threads)
             synced.result()
         disk.reached("block_file_synced")
         disk.link(unfinished, path)
     except FileExistsError:
         raise CheckpointError(
-            f"{path} was written already: a file of blocks is never replaced; this attempt needs a"
-            " name of its own"
+            f"{path} was written already, and a file of blocks is never replaced: name this anew"
         ) from None
     finally:
         disk.unlink(unfinished)
@@ -157,7 +144,7 @@ def _parts(blocks: Sequence[Block], encode: bool) -> list[_Part]:
 
 
 def _write(
-    path: Path, parts: Sequence[_Part], blocks: Sequence[Block], threads: int
+    path: Path, parts: Sequence[_Part], blocks: Sequence[Block], threads: int, begin: Begin
 ) -> dict[int, _Span]:
     """The whole file, not synced; the span of each block by its number."""
     spans: dict[int, _Span] = {}
@@ -169,7 +156,8 @@ def _write(
                 else:
                     spans.update(_reserve(file, part, blocks))
         raw = [index for part in parts if not part.encoded for index in part.members]
-        _write_raw(path, [(spans[index].offset, blocks[index].data) for index in raw], pool)
+        pieces = [(spans[index].offset, blocks[index].data) for index in raw]
+        _write_raw(path, pieces, pool, begin)
     return spans
 
 
@@ -225,7 +213,7 @@ def _write_encoded(
     calls = (
         functools.partial(encoding.encode, blocks[index].data, itemsize) for index in part.members
     )
-    encodings = _in_order(pool, calls, in_flight)
+    encodings = in_order(pool, calls, in_flight)
     for index, place, encoded in zip(part.members, part.places, encodings, strict=True):
         # Only what is smaller counts as encoded: readers tell the two apart by the length.
         if len(encoded) < blocks[index].data.nbytes:
@@ -247,24 +235,16 @@ def _chunks(dataset: Any) -> dict[int, _Span]:
     return {chunk.chunk_offset[0]: _Span(chunk.byte_offset, chunk.size) for chunk in found}
 
 
-def _in_order(
-    pool: ThreadPoolExecutor, calls: Iterable[Callable[[], T]], in_flight: int
-) -> Iterator[T]:
-    """The results of ``calls``, of which at most ``in_flight`` are begun and not yet taken."""
-    waiting: deque[Future[T]] = deque()
-    for call in calls:
-        if len(waiting) == in_flight:
-            yield waiting.popleft().result()
-        waiting.append(pool.submit(call))
-    while waiting:
-        yield waiting.popleft().result()
-
-
-def _write_raw(path: Path, pieces: Sequence[tuple[int, Bytes]], pool: ThreadPoolExecutor) -> None:
+def _write_raw(
+    path: Path, pieces: Sequence[tuple[int, Bytes]], pool: ThreadPoolExecutor, begin: Begin
+) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    begun = 0
     try:
-        for _ in pool.map(functools.partial(_write_run, descriptor), _write_runs(pieces)):
-            pass
+        for end in pool.map(functools.partial(_write_run, descriptor), _write_runs(pieces)):
+            if end - begun >= BEGIN_BYTES:
+                begin(begun, end - begun)
+                begun = end
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
@@ -291,7 +271,8 @@ def _write_runs(
         yield start, run
 
 
-def _write_run(descriptor: int, run: tuple[int, list[memoryview]]) -> None:
+def _write_run(descriptor: int, run: tuple[int, list[memoryview]]) -> int:
+    """Returns where in the file it ends."""
     offset, views = run
     while views:
         written = os.pwritev(descriptor, views, offset)
@@ -300,6 +281,7 @@ def _write_run(descriptor: int, run: tuple[int, list[memoryview]]) -> None:
             written -= views.pop(0).nbytes
         if views:
             views[0] = views[0][written:]
+    return offset
 
 
 def _stored(
@@ -338,53 +320,3 @@ def _check_datasets(path: Path, parts: Sequence[_Part]) -> None:
                     f"{path} was written, but its dataset {part.name} reads back as {found}, not as"
                     f" {part.elements} of {part.dtype}: the disk or its file system is at fault"
                 )
-
-
-def _read_again(
-    path: Path, stored: Sequence[Stored], blocks: Sequence[Block], threads: int
-) -> tuple[int, str]:
-    """Compare every block, and give the file's size and digest, in one pass over it."""
-    whole = xxhash.xxh3_128()
-    with ThreadPoolExecutor(threads, "mpift-check") as pool, path.open("rb", buffering=0) as file:
-        reused = np.empty(max(block.data.nbytes for block in blocks), np.uint8)
-
-        def calls() -> Iterator[Callable[[], None]]:
-            for index in sorted(range(len(stored)), key=lambda index: stored[index].offset):
-                _take(file, stored[index].offset - file.tell(), whole)
-                size, block = stored[index].stored_bytes, blocks[index]
-                # A digest takes no longer than fresh memory for another thread would.
-                encoded = size < block.data.nbytes
-                data = _take(file, size, whole, None if encoded else reused)
-                check = functools.partial(_check_block, path, data, stored[index], block, index)
-                if encoded:
-                    yield check
-                else:
-                    check()
-
-        for _ in _in_order(pool, calls(), 2 * threads):
-            pass
-        size = os.fstat(file.fileno()).st_size
-        _take(file, size - file.tell(), whole)
-    return size, whole.hexdigest()
-
-
-def _take(file: Any, size_bytes: int, whole: Any, into: Bytes | None = None) -> Bytes:
-    """The next bytes of a file, fewer where it ends; in new memory, or in ``into``."""
-    data = np.empty(size_bytes, np.uint8) if into is None else into[:size_bytes]
-    got = 0
-    while count := file.readinto(data[got:].data):
-        got += count
-    whole.update(data[:got].data)
-    return data[:got]
-
-
-def _check_block(path: Path, data: Bytes, stored: Stored, block: Block, index: int) -> None:
-    size = block.data.nbytes
-    spec = TensorSpec(f"written block {index}", block.dtype, (block.elements,), size)
-    out = data if data.nbytes == size else np.empty(size, np.uint8)
-    try:
-        reading.check(path, data, stored, spec, 0, out)
-    except CheckpointDamagedError as error:
-        raise CheckpointError(
-            f"a file of blocks reads back other than it was written: {error}"
-        ) from None

@@ -7,6 +7,7 @@ block. Nothing here loads torch or h5py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,25 @@ class TensorSpec:
         return (self.block(index) for index in range(self.block_count))
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block to be written: its raw bytes (1-D, contiguous; whole items), torch's name of its
+    dtype, the block size of its tensor in bytes, and ``blocks.digest`` of it."""
+
+    data: np.ndarray
+    dtype: str
+    block_bytes: int
+    digest: str
+
+    @property
+    def elements(self) -> int:
+        return self.data.nbytes // storage_dtype(self.dtype).itemsize
+
+    @property
+    def is_full(self) -> bool:
+        return self.data.nbytes == self.block_bytes
+
+
 def digest(data: Any, dtype: str) -> str:
     """The digest of a block's raw bytes (any contiguous buffer): 32 hexadecimal digits, XXH3-128
     seeded with dtype and length."""
@@ -79,6 +99,12 @@ def digest(data: Any, dtype: str) -> str:
     return xxhash.xxh3_128_hexdigest(data, seed=_seed(dtype, size))
 
 
+def digester(dtype: str, size_bytes: int) -> Any:
+    """Makes the same digest of a block that comes in pieces: ``update`` it, then ``hexdigest``."""
+    return xxhash.xxh3_128(seed=_seed(dtype, size_bytes))
+
+
+@functools.lru_cache(4096)
 def _seed(dtype: str, size: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{dtype} {size}".encode())
 

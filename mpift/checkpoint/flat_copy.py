@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpift.checkpoint.blockfile import Block, write_blocks
+from mpift.checkpoint.blockfile import write_blocks
+from mpift.checkpoint.blocks import Block
 from mpift.checkpoint.damage import Advance
 from mpift.checkpoint.directory import Committed, Directory, block_name
 from mpift.checkpoint.durable import publish, publish_once

@@ -180,6 +180,7 @@ class JobGroup:
     # -- a part of the loop ------------------------------------------------------------------------
 
     def _take(self, parcel: Parcel) -> None:
+        self._post.hurry()  # what is said is answered
         data = parcel.data.tobytes()
         length = int.from_bytes(data[:4], "little")
         number, word, body = json.loads(data[4 : 4 + length])

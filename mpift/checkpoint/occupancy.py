@@ -179,7 +179,7 @@ class Readers:
             # A directory that does not exist is not made by one who wants to read it.
             if self._folder.parent.is_dir():
                 self._disk.make_folder(self._folder)
-                self._disk.create(path, _encoded(me))
+                self._disk.mark(path, _encoded(me))
         try:
             yield
         finally:

@@ -93,9 +93,10 @@ class _Span:
     def jobs(self) -> Iterator[Job]:
         memory = self.wanted.begin()
         spec, blocks = self.wanted.entry.spec, self.wanted.entry.blocks
+        step = spec.block_bytes
         for index in range(self.first, self.last):
-            start, stop = spec.block(index)
-            yield blocks[index], spec, index, memory[start:stop], None
+            # The last one ends with the memory.
+            yield blocks[index], spec, index, memory[index * step : (index + 1) * step], None
 
 
 class Placing:

@@ -29,8 +29,9 @@ from mpift.checkpoint.manifest import BlockFile, Stored
 from mpift.errors import CheckpointDamagedError
 
 OPEN_FILES_MAX = 64
-# Small blocks share a read; larger runs would leave the processor's cache before they are hashed.
-RUN_BYTES = 1 << 20
+# What is read at once: small blocks share a read, and larger ones are read in pieces. More would
+# leave the processor's cache before it is hashed.
+RUN_BYTES = 1 << 18
 RUN_BLOCKS = 512  # Linux takes 1024 buffers at once
 WINDOW_BYTES = 1 << 20
 
@@ -139,9 +140,13 @@ class Reader:
         path = f"{self._root}/{stored.file}"
         encoded = stored.stored_bytes != out.nbytes
         buffers = [np.empty(stored.stored_bytes, np.uint8)] if encoded else [job[3] for job in run]
+        found = None
         try:
             with self._descriptor(stored.file, path) as descriptor:
-                got = _fill(descriptor, buffers, stored.offset)
+                if not encoded and out.nbytes > RUN_BYTES:
+                    got, found = _read_in_pieces(descriptor, stored, spec, out)
+                else:
+                    got = _fill(descriptor, buffers, stored.offset)
         except OSError as error:
             raise _unreadable(error, path, f"{spec.name}, block {index}") from None
         for job, buffer in zip(run, buffers, strict=True):
@@ -155,7 +160,7 @@ class Reader:
                     f" stored from {stored.offset} on, {got} are left",
                 )
             got -= buffer.nbytes
-            check(path, buffer, stored, spec, index, out)
+            check(path, buffer, stored, spec, index, out, found)
             if after is not None:
                 after()
 
@@ -184,16 +189,23 @@ class Reader:
 
 
 def check(
-    path: Path | str, data: Bytes, stored: Stored, spec: TensorSpec, index: int, out: Bytes
+    path: Path | str,
+    data: Bytes,
+    stored: Stored,
+    spec: TensorSpec,
+    index: int,
+    out: Bytes,
+    found: str | None = None,
 ) -> None:
-    """Decode what was stored of a block, if it was encoded, and compare its digest. The block is in
-    ``out`` then; ``data`` is ``out`` itself where it was read in place."""
+    """Decode what was stored of a block, if it was encoded, and compare its digest, which is
+    ``found`` if it is known. The block is in ``out`` then; ``data`` is ``out`` itself where it was
+    read in place."""
     if data is not out:
         try:
             encoding.decode(data.data, spec.itemsize, out.nbytes, out)
         except CheckpointDamagedError as error:
             raise damaged(path, spec, index, str(error)) from None
-    found = blocks.digest(out, spec.dtype)
+    found = found or blocks.digest(out, spec.dtype)
     if found != stored.digest:
         raise damaged(
             path, spec, index, f"its digest is {found}, and the manifest says {stored.digest}"
@@ -232,6 +244,22 @@ def _fill(descriptor: int, buffers: Sequence[Bytes], offset: int) -> int:
         if views:
             views[0] = views[0][got:]
     return total
+
+
+def _read_in_pieces(
+    descriptor: int, stored: Stored, spec: TensorSpec, out: Bytes
+) -> tuple[int, str]:
+    """Read a raw block; how many bytes came, and the digest of these."""
+    whole = blocks.digester(spec.dtype, out.nbytes)
+    total = 0
+    for start in range(0, out.nbytes, RUN_BYTES):
+        piece = out[start : start + RUN_BYTES]
+        got = _fill(descriptor, [piece], stored.offset + start)
+        whole.update(piece[:got].data)
+        total += got
+        if got < piece.nbytes:
+            break
+    return total, whole.hexdigest()
 
 
 def _runs(jobs: Iterable[Job]) -> Iterator[list[Job]]:

@@ -19,8 +19,8 @@ import numpy as np
 
 from mpift.checkpoint import encoding, index, manifest, retention
 from mpift.checkpoint.arena import Arena, Contents
-from mpift.checkpoint.blockfile import Block, write_blocks
-from mpift.checkpoint.blocks import TensorSpec, digest
+from mpift.checkpoint.blockfile import write_blocks
+from mpift.checkpoint.blocks import Block, TensorSpec, digest
 from mpift.checkpoint.comparing import Committed, is_there
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpift.checkpoint import blocks, manifest
-from mpift.checkpoint.blockfile import Block, write_blocks
-from mpift.checkpoint.blocks import TensorSpec
+from mpift.checkpoint.blockfile import write_blocks
+from mpift.checkpoint.blocks import Block, TensorSpec
 from mpift.checkpoint.directory import Committed, Directory, block_name
 from mpift.checkpoint.durable import Disk, publish, publish_once
 from mpift.checkpoint.index import write_index

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpift.checkpoint.blockfile import Block, write_blocks
-from mpift.checkpoint.blocks import digest
+from mpift.checkpoint.blockfile import write_blocks
+from mpift.checkpoint.blocks import Block, digest
 from mpift.checkpoint.durable import Disk
 from mpift.checkpoint.manifest import BlockFile, Manifest, TensorEntry
 from mpift.checkpoint.reading import Job, Reader

@@ -219,7 +219,7 @@ def _copied(value: Any) -> Any:
 
 
 def test_the_turns_rotate_and_the_first_of_each_does_not_count() -> None:
-    figures = Figures()
+    figures = Figures(turn_bytes=0)
     order: list[str] = []
 
     def make(name: str) -> Any:

@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpift.checkpoint import blockfile, blocks, reading
-from mpift.checkpoint.blockfile import Block
-from mpift.checkpoint.blocks import TensorSpec, storage_dtype
+from mpift.checkpoint import blockfile, blocks, reading, rereading
+from mpift.checkpoint.blocks import Block, TensorSpec, storage_dtype
 from mpift.checkpoint.durable import Disk
 from mpift.checkpoint.manifest import BlockFile, Stored
 from mpift.errors import CheckpointError
@@ -138,7 +137,7 @@ def test_results_come_in_order_and_few_are_begun_ahead() -> None:
             yield functools.partial(int, number)
 
     with ThreadPoolExecutor(2) as pool:
-        for taken, result in enumerate(blockfile._in_order(pool, calls(), 3)):
+        for taken, result in enumerate(rereading.in_order(pool, calls(), 3)):
             assert result == taken
             assert drawn <= taken + 4
     assert drawn == 20

@@ -269,6 +269,8 @@ class Refusing(Disk):
     def create(self, path: Path, data: bytes) -> None:
         raise OSError(self.number, os.strerror(self.number), str(path))
 
+    mark = create
+
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
