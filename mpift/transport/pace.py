@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-from mpift.core.membership import by_node
-from mpift.transport.world import World
-
 # Polls without progress before the loop begins to sleep between them. A poll costs a few
 # microseconds; sleeps leave the core to the computation that the reduction overlaps with.
 _SPIN_POLLS = 20
@@ -19,8 +16,6 @@ _LONG_SLEEP_SECONDS = 500e-6
 _SOON_SECONDS = 500e-6
 # This rank waits for another's word, and computes meanwhile: nothing is held up by looking late.
 _COMPUTING_SECONDS = 2e-3
-# Its script waits for that word, and cores that it leaves alone bring it sooner.
-_CROWDED_SECONDS = 300e-6
 _HURRY_SECONDS = 0.02
 
 
@@ -29,16 +24,9 @@ class Pace:
 
     def __init__(self, idle_seconds: float) -> None:
         self._idle_seconds = idle_seconds
-        self.crowded = False  # more ranks than cores: who looks at MPI keeps others from computing
         self._polls = 0
         self._hurry_until = 0.0
         self._busy_since: float | None = None
-
-    def enter(self, world: World) -> None:
-        """A new view is in force."""
-        nodes = by_node(world.view.members, lambda member: world.identities[member].node)
-        neighbours = nodes[world.identities[world.member].node]
-        self.crowded = len(neighbours) > len(os.sched_getaffinity(0))
 
     def hurry(self, now: float) -> None:
         """Another rank may wait for this one's answers for a while."""
@@ -48,21 +36,18 @@ class Pace:
         """A collective has completed."""
         self._polls, self._busy_since = 0, None
 
-    def nap(self, moves: bool) -> None:
-        """A rest while collectives are in flight, or words that the script waits for; only if
-        something ``moves`` has MPI to be looked at for it."""
+    def nap(self, waited: bool) -> None:
+        """A rest while something is in flight that MPI has to be looked at for. If it is ``waited``
+        for, this rank has nothing else to do with its core: others may have it meanwhile, but a
+        sleep would last many times what is left to wait."""
         self._polls += 1
-        if self.crowded and not moves:
-            soon = self._polls <= _SPIN_POLLS
-            time.sleep(_BUSY_SLEEP_SECONDS if soon else _CROWDED_SECONDS)
-            return
-        if self._polls <= _SPIN_POLLS:
-            os.sched_yield()
-            return
         now = time.monotonic()
         if self._busy_since is None:
             self._busy_since = now
         waits_long = now - self._busy_since > _LONG_WAIT_SECONDS
+        if self._polls <= _SPIN_POLLS or (waited and not waits_long):
+            os.sched_yield()
+            return
         time.sleep(_LONG_SLEEP_SECONDS if waits_long else _BUSY_SLEEP_SECONDS)
 
     def rest_seconds(self, now: float, urgent: bool, words: bool) -> float:

@@ -246,7 +246,6 @@ class Service:
             self._hooks.give_up(ExitCode.SCRIPT_FAILED, words, True)
 
     def _enter_view(self) -> None:
-        self._pace.enter(self.world)
         for part in self._parts:
             part.install(self.world)
 
@@ -314,7 +313,7 @@ class Service:
         words = any(lane.requests for lane in self.lanes)
         moves = self._leave_deadline is not None or any(lane.moves for lane in self.lanes)
         if moves or (words and self.waited):
-            self._pace.nap(moves)
+            self._pace.nap(self.waited)
         else:
             now, urgent = time.monotonic(), self.closings.urgent
             self._wake.wait(self._pace.rest_seconds(now, urgent, words))
