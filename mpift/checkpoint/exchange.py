@@ -9,6 +9,7 @@ file is there whole under its name, or not at all.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import zipfile
 from collections import Counter, OrderedDict
@@ -133,6 +134,13 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _tensors(item, f"{path}/{part}" if path else str(part))
 
 
+def _umask() -> int:
+    """It can only be asked for by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A file to write, which takes the place of ``path`` once it is whole."""
@@ -140,6 +148,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     unfinished = temporary(path)
     try:
         yield unfinished
+        unfinished.chmod(0o666 & ~_umask())  # some formats' writers let nobody else read
         disk.sync(unfinished)
         disk.rename(unfinished, path)
         disk.sync_folder(path.parent)

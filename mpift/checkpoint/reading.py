@@ -250,15 +250,14 @@ def _read_in_pieces(
     descriptor: int, stored: Stored, spec: TensorSpec, out: Bytes
 ) -> tuple[int, str]:
     """Read a raw block; how many bytes came, and the digest of these."""
-    whole = blocks.digester(spec.dtype, out.nbytes)
+    whole, view = blocks.digester(spec.dtype, out.nbytes), out.data
     total = 0
-    for start in range(0, out.nbytes, RUN_BYTES):
-        piece = out[start : start + RUN_BYTES]
-        got = _fill(descriptor, [piece], stored.offset + start)
-        whole.update(piece[:got].data)
-        total += got
-        if got < piece.nbytes:
+    while total < out.nbytes:
+        got = os.preadv(descriptor, [view[total : total + RUN_BYTES]], stored.offset + total)
+        if not got:
             break
+        whole.update(view[total : total + got])
+        total += got
     return total, whole.hexdigest()
 
 

@@ -16,9 +16,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpift.checkpoint.directory import MAINTENANCE, Committed, Directory, step_of, written_at
+from mpift.checkpoint.directory import (
+    IDENTITY,
+    MAINTENANCE,
+    Committed,
+    Directory,
+    step_of,
+    written_at,
+)
 from mpift.checkpoint.manifest import Manifest, decode
-from mpift.errors import CheckpointDamagedError
+from mpift.errors import CheckpointDamagedError, CheckpointError
 
 Order = tuple[int, int]  # (generation, step)
 
@@ -153,8 +160,10 @@ def collect(
     """A sweep from outside, while no job writes; with ``keep`` None all checkpoints stay. The
     newest one that has all its files stays anyhow. ``dry_run`` only says what would go.
 
-    Raises ``CheckpointError`` if a job is alive.
+    Raises ``CheckpointError`` if a job is alive, or if there have never been checkpoints.
     """
+    if not (directory.root / IDENTITY).exists():
+        raise CheckpointError(f"{directory.root} is no directory of checkpoints")
     generation = directory.claim(MAINTENANCE)
     try:
         good, _ = directory.newest_good()

@@ -27,8 +27,14 @@ JsonFile = Annotated[
 def step(
     ranks: Annotated[int, typer.Option("-np", "--num-proc", min=1, help="Ranks to start.")] = 2,
     model: Annotated[str, typer.Option(help="Model to train.")] = "mlp12m",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each contender takes.")] = 7,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps in one turn.")] = 15,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Turns that each contender takes [default: 7; quick: 2]."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Timed steps in one turn [default: 15; quick: 5].")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer and shorter turns.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Time a training step with mpift, with torch DDP over gloo, without communication, and raw
@@ -40,7 +46,7 @@ def step(
     _check_writable(json_file)
     console = Console(stderr=True)
     with _told(console), console.status(f"measuring {model} on {ranks} ranks"):
-        report = measure(ranks, model, rounds, steps)
+        report = measure(ranks, model, rounds or (2 if quick else 7), steps or (5 if quick else 15))
     _show(console, bench_tables.step_table(report), report.as_json(), json_file)
 
 

@@ -23,7 +23,7 @@ def step_table(report: StepReport) -> Table:
 
     model = report.model
     result = Table(
-        title=f"one step of {model.name}: {model.parameters / 1e6:.1f} million parameters,"
+        title=f"one step of {model.name}: {model.parameters:,} parameters,"
         f" {report.ranks} ranks of {report.threads} thread(s)",
         caption=f"medians of {report.rounds} rounds in alternation, {report.steps} steps each;"
         f" mpift / DDP: {report.ratio_to_ddp:.2f},"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, verify and export them.")
 
 _STDOUT = Path("-")
+_FILE_COLUMNS = 200  # of a pipe or a log
 
 
 class Format(str, Enum):
@@ -62,7 +64,8 @@ def ls(directory: Dir, json_file: JsonFile = None) -> None:
         rows, problems = listing(Directory(directory))
     damaged = [{"folder": str(folder), "reason": reason} for folder, reason in problems]
     figures = {"checkpoints": [asdict(row) for row in rows], "damaged": damaged}
-    _show([listing_table(rows), *damage_list(reason for _, reason in problems)], figures, json_file)
+    table = listing_table(rows) if rows else f"{directory} has no committed checkpoint"
+    _show([table, *damage_list(reason for _, reason in problems)], figures, json_file)
     _leave_if_damaged(bool(problems))
 
 
@@ -105,11 +108,11 @@ def verify(
     found = Directory(directory)
     with _told(), found.reading():
         unknown = [] if step else found.damaged()
-        if everything:
-            chosen = found.committed()
-        else:
-            # Where only damaged ones are left, these are the answer.
-            chosen = [] if unknown and not found.committed() else [_found(found, step)]
+        committed = found.committed()
+        # Where only damaged ones are left, these are the answer.
+        only_damaged = bool(unknown) and not committed
+        newest = [] if only_damaged else [_found(found, step)]
+        chosen = committed if everything else newest
         results = [
             {
                 "step": item.step,
@@ -187,7 +190,9 @@ def export_command(
     directory: Dir,
     step: OneStep,
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="File to write.")],
-    form: Annotated[Format, typer.Option("--format", help="Of the file.")] = Format.PT,
+    form: Annotated[
+        Format | None, typer.Option("--format", help="Of the file [default: as its name ends, pt].")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Write a checkpoint as one file for torch.load, or its tensors as safetensors."""
@@ -197,6 +202,8 @@ def export_command(
 
     _check_writable(json_file)
     _check_writable(file)
+    if form is None:
+        form = Format.SAFETENSORS if file.suffix == ".safetensors" else Format.PT
     write = exchange.export_pt if form is Format.PT else exchange.export_safetensors
     with _told():
         with (
@@ -339,6 +346,8 @@ def _show(shown: list[RenderableType], figures: dict[str, Any], json_file: Path 
         json_file.write_text(text + "\n", encoding="utf-8")
     # Standard output is left to the JSON where that is asked for there.
     console = Console(stderr=json_file == _STDOUT, markup=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_COLUMNS  # nothing is wider there that could be read
     for item in shown:
         # Lines are for grep as well: only tables are fitted to the terminal.
         console.print(item, soft_wrap=not isinstance(item, Table))

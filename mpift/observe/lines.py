@@ -113,12 +113,15 @@ def _rank_in_words(
     )
 
 
+def _written(new: int, blocks: int) -> str:
+    # The first one of a job is not compared with anything.
+    return f"all {blocks} blocks written" if new == blocks else f"{new} of {blocks} blocks changed"
+
+
 def _checkpoint_in_words(event: events.Event) -> str | None:
     match event:
         case events.CheckpointSaved(step=step, blocks=blocks, new_blocks=new, new_bytes=size):
-            return (
-                f"checkpoint of step {step} saved: {new} of {blocks} blocks changed, {_sized(size)}"
-            )
+            return f"checkpoint of step {step} saved: {_written(new, blocks)}, {_sized(size)}"
         case events.CheckpointFailed(step=step, reason=reason):
             return f"checkpoint of step {step} failed: {reason}"
         case events.CheckpointSkipped(step=step, reason=reason):

@@ -146,16 +146,23 @@ _NOT_YET = {
             "synchronize",
             "poll",
         ),
-        "use the call without _async",
+        "use the calls without _async, which return the result",
     ),
     **dict.fromkeys(
         ("grouped_allreduce", "grouped_allgather", "alltoall", "reducescatter"),
         "use allreduce or allgather",
     ),
+    **dict.fromkeys(
+        ("ProcessSet", "add_process_set", "remove_process_set"),
+        "use mpift.Communicator on a part of the launch",
+    ),
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "leave it out, or use torch.profiler"),
+    "sparse_allreduce_async": "use DistributedOptimizer(sparse_as_dense=True)",
+    "check_extension": "leave it out: nothing is built",
+    "num_rank_is_power_2": "leave it out",
     "Adasum": "use Average",
     "join": "a rank that leaves its loop counts as joined by itself",
-    "SyncBatchNorm": "use torch.nn.BatchNorm",
-    "ProcessSet": "use mpift.Communicator on a part of the launch",
+    "SyncBatchNorm": "use torch.nn.BatchNorm2d and its like, whose statistics are each rank's own",
     "global_process_set": "leave it out",
 }
 

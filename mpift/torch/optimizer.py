@@ -150,7 +150,10 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
     sparse_as_dense: bool = False,
+    process_set: Any = None,
     quorum: Quorum | None = None,
     patience: float | str | None = None,
     late: str | None = None,
@@ -164,7 +167,7 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     ``gradient_predivide_factor`` f, gradients are divided by f before the sum and multiplied by f
     after it, against overflow. ``backward_passes_per_step`` sums that many backward passes locally.
     ``compression`` is ``Compression.none``, ``.fp16``, ``.bf16``, ``.threshold(value)`` or a
-    ``Compressor``.
+    ``Compressor``. ``num_groups`` and ``groups`` change nothing.
 
     Once ``quorum`` ranks have arrived in a round and ``patience`` is over, it does not wait for the
     others: they take no part, and apply its result later. ``quorum`` is "majority", "all", a number
@@ -182,7 +185,7 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
     other parameters, and ``GradientError`` for gradients that can't be reduced.
     """
     compressor = compressor_of(compression)
-    _check(optimizer, op, gradient_predivide_factor)
+    _check(optimizer, op, gradient_predivide_factor, process_set)
     config = runtime.current().config
     rules = _rules(config, quorum, patience, late, max_lag)
     reducer = Reducer(
@@ -202,9 +205,14 @@ def DistributedOptimizer(  # noqa: N802, the name that scripts use
 
 
 def _check(
-    optimizer: torch.optim.Optimizer, op: ReduceOp, gradient_predivide_factor: float
+    optimizer: torch.optim.Optimizer,
+    op: ReduceOp,
+    gradient_predivide_factor: float,
+    process_set: Any,
 ) -> None:
     """Raise ``ValueError`` for what is not available."""
+    if process_set is not None:
+        raise ValueError("process sets are not available: all ranks take part, so leave it out")
     if op not in (Average, Sum):
         raise ValueError(f"op {op} is not available for gradients: use Average or Sum")
     if not 0 < gradient_predivide_factor < float("inf"):

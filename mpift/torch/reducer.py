@@ -59,11 +59,12 @@ class Reducer:
         self._compressor = compressor
         # Whether p.grad holds the result of ``_own`` and nothing newer.
         self.synchronized = False
+        self._left = False  # a step is over, and its gradient has yet to count
         self.declined = False  # no round comes of this step: too late, or the others are away
         self.late = False  # rounds were missed before ``_own``
         self._own = -1
         # The round that this step's gradient has counted in, and whether rounds were missed before
-        # it, as long as its result is not in ``p.grad``: what is left to do after a device failed.
+        # it, as long as its result is not in ``p.grad``.
         self._due: tuple[int, bool] | None = None
         self._rewound = False  # the script makes a step again
         self._spent = False  # and that step's round was applied already, or in another way
@@ -152,13 +153,15 @@ class Reducer:
             self.replica.replay(self.workload.completed)
 
     def make_room(self) -> None:
-        """If the others wait because this rank is too far behind, or to examine states: apply what
-        is complete, but for a round that its script has yet to deal with. If that does not bring
-        it to where the others wait, they go on without an examination."""
+        """If others wait because this rank is too far behind, or to examine states: apply what its
+        script isn't about to. If that is too little, they go on without an examination."""
         behind = self.workload.completed - self.replica.applied
         examined = self.verification.awaited
         wanted = behind >= self.workload.rules.max_lag or examined >= self.replica.applied
         if wanted and not self.synchronized:
+            if self._left:  # then nobody waits for its round
+                self.workload.disown()
+                self._left = self.workload.busy
             with contextlib.suppress(RecordWithheldError):  # tried again soon
                 self.replica.replay(self.workload.foreign)
         if examined >= self.replica.applied:
@@ -293,6 +296,7 @@ class Reducer:
             # Others wait in an operation, perhaps for this rank: what it has missed comes later.
             self.declined, self._due = True, None
             self.workload.give_up()
+        self._left = self.declined and self.workload.busy
         if self.declined:
             self._runtime.steps_called -= 1  # nobody asked for a round then
             self.replica.step_without_round()

@@ -48,11 +48,12 @@ class Closings:
         self._late = late
         self._world: World
         self._lanes: dict[int, _Lane] = {}
-        self._early: list[tuple[int, Told, float]] = []  # of lanes that aren't open here yet
+        # Of lanes that aren't open here yet: what ranks say, and what the coordinator wants.
+        self._early: list[tuple[int, Told, float]] = []
+        self._orders: list[Message] = []
         mailbox.register(Kind.STANDING, self._take_standing)
-        mailbox.register(Kind.NUDGE, self._take_nudge)
-        mailbox.register(Kind.DECLINE, self._take_decline)
-        mailbox.register(Kind.LANE_END, self._take_end)
+        for kind in (Kind.NUDGE, Kind.DECLINE, Kind.LANE_END):
+            mailbox.register(kind, self._take_order)
 
     def open(self, lane: int, rules: Rules) -> None:
         """Look after ``lane`` too."""
@@ -66,6 +67,9 @@ class Closings:
         early, self._early = self._early, []
         for word in early:
             self._hear(*word)
+        orders, self._orders = self._orders, []
+        for message in orders:
+            self._mailbox.deliver(message)
 
     def announce(self, lane: int, word: Announce) -> None:
         """This rank's lane says where it stands."""
@@ -78,7 +82,7 @@ class Closings:
 
     def install(self, world: World) -> None:
         self._world = world
-        self._early = []
+        self._early, self._orders = [], []
         for state in self._lanes.values():
             state.install(world)
 
@@ -118,18 +122,20 @@ class Closings:
         )
         self._mailbox.send(Kind.STANDING, text, [self._world.view.coordinator])
 
-    def _take_nudge(self, message: Message) -> None:
+    def _take_order(self, message: Message) -> None:
+        """The coordinator's word on a lane; this rank may be the last to open it."""
         lane, round_, *late = map(int, message.text.split())
-        self._late(lane, round_, late)
-        self._feed(lane, rounds.Nudged(message.epoch, round_))
-
-    def _take_decline(self, message: Message) -> None:
-        lane, round_ = map(int, message.text.split())
-        self._feed(lane, rounds.Declined(message.epoch, round_))
-
-    def _take_end(self, message: Message) -> None:
-        lane, last = map(int, message.text.split())
-        self._feed(lane, rounds.Ended(message.epoch, last))
+        if lane not in self._lanes:
+            self._orders.append(message)
+            return
+        match message.kind:
+            case Kind.NUDGE:
+                self._late(lane, round_, late)
+                self._feed(lane, rounds.Nudged(message.epoch, round_))
+            case Kind.DECLINE:
+                self._feed(lane, rounds.Declined(message.epoch, round_))
+            case Kind.LANE_END:
+                self._feed(lane, rounds.Ended(message.epoch, round_))
 
     # -- as the coordinator ------------------------------------------------------------------------
 

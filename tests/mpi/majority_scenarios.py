@@ -210,6 +210,20 @@ def evaluation() -> dict[str, Any]:
     return {"at_the_end": at_the_end, "reports": reports_of(optimizer)[applied:]}
 
 
+def steps_alone() -> str:
+    """One rank makes its steps while the others wait in an operation, and then the other way round:
+    what it was declined counts in their rounds, and must not hold them up."""
+    hvd.init()
+    model, steps = linear(), 12
+    optimizer = distributed(model, lr=0.001, patience=0.01)
+    for first in (True, False):
+        for number in range(steps if first == (hvd.rank() == 0) else 0):
+            one_step(model, optimizer, number)
+        hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    return digest_of(model, optimizer)
+
+
 def operation_a_step(plain_loop: bool) -> dict[str, Any]:
     """The loss is averaged after each step; the straggler is late once."""
     hvd.init()

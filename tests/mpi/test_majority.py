@@ -26,6 +26,7 @@ SHARED = [
     scenarios.operation_a_step_in_rounds,
     scenarios.operation_a_step_in_a_plain_loop,
     scenarios.uneven_loops,
+    scenarios.steps_alone,
     scenarios.skipped_steps,
     scenarios.unequal_optimizers,
     scenarios.scaled_alone,
@@ -120,6 +121,10 @@ def test_with_an_operation_a_step_a_rank_that_was_late_is_in_step_again(
 def test_uneven_loops_end_with_the_same_bits(seen: dict[str, Any]) -> None:
     assert all_equal(seen["uneven_loops"])
     assert len(set(seen["uneven_loops"][0])) > 1  # clipping makes a difference
+
+
+def test_a_step_that_was_declined_and_counts_later_holds_nobody_up(seen: dict[str, Any]) -> None:
+    assert all_equal(seen["steps_alone"])
 
 
 def test_a_step_that_the_script_leaves_out_after_synchronize_changes_nothing(
