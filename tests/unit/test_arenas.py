@@ -177,7 +177,7 @@ def test_what_was_chosen_is_said_once() -> None:
     ranks = Ranks("aab", "mpi")
     assert ranks.open(LAYOUT) == [None] * 3
     ranks.open(LAYOUT)
-    assert ranks.told == [[("mpi", "as reduction says")], [], []]
+    assert ranks.told == [[("mpi", "as the setting reduction asks")], [], []]
     assert [job.exchanges for job in ranks.jobs] == [0, 0, 0]
 
 
