@@ -68,7 +68,8 @@ class Arenas:
         """
         job, way = self._job, self._job.config.reduction
         if way == "mpi" or job.view.size == 1:
-            self._tell("mpi", "there is one rank" if job.view.size == 1 else "as the setting reduction asks")
+            alone = job.view.size == 1
+            self._tell("mpi", "there is one rank" if alone else "as the setting reduction asks")
             return None
         reason = ""
         for _ in range(_ATTEMPTS):
