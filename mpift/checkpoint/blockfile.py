@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import h5py
 
@@ -44,7 +44,6 @@ WRITE_BLOCKS = 512  # Linux takes 1024 buffers at once
 BEGIN_BYTES = 8 << 20
 BOTH_FILTERS_SKIPPED = 0b11
 
-T = TypeVar("T")
 Begin: TypeAlias = Callable[[int, int], object]  # (first byte, bytes): these were written
 
 

@@ -21,6 +21,7 @@ from mpift import runtime
 from mpift.reduction.buckets import Layout, ParameterSpec, lay_out
 from mpift.reduction.gradients import GradientRounds, RoundRules
 from mpift.transport import processes
+from mpift.transport.mpi_world import MpiWorld
 from mpift.transport.service import Service
 
 STEPS = 40
@@ -322,6 +323,25 @@ def one_never_comes(how: str) -> dict[str, Any]:
         end(how) if how != "kill" else die()
     mpift.Communicator()
     return {}
+
+
+def stumbles_in_the_start(victim: int, dies: bool) -> dict[str, Any]:
+    """One rank has met the others, and dies before it has made its communicators, or MPI fails it
+    there once."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == str(victim):
+        make = MpiWorld._copies
+
+        def stumble(world: MpiWorld, control: Any, count: int) -> list[Any]:
+            if dies:
+                die()
+            MpiWorld._copies = make
+            raise world._mpi.Exception(world._mpi.ERR_OTHER)
+
+        MpiWorld._copies = stumble
+    comm = mpift.Communicator()
+    found = comm.allreduce([1 << comm.members[comm.rank]]).tolist()
+    comm.free()
+    return {"sum": found[0]}
 
 
 def on_separate_nodes(

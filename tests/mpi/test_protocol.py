@@ -289,6 +289,15 @@ def test_a_rank_that_ends_before_it_starts_is_not_waited_for_for_ever(how: str) 
     assert "starting MPI took longer than start_timeout=2 s" in outcome.stderr
 
 
+@pytest.mark.parametrize(("dies", "members"), [(True, [0, 2]), (False, [0, 1, 2])])
+def test_what_goes_wrong_on_one_rank_in_the_start_is_tried_again(
+    dies: bool, members: list[int]
+) -> None:
+    outcome = run_ranks(3, scenarios.stumbles_in_the_start, 1, dies, timeout_seconds=30)
+    expected = {"sum": sum(1 << member for member in members)}
+    assert outcome.results == dict.fromkeys(members, expected), str(outcome)
+
+
 def test_a_script_may_end_without_shutdown() -> None:
     outcome = run_ranks(2, scenarios.leave_without_goodbye)
     assert outcome.exit_code == 0, str(outcome)

@@ -192,6 +192,29 @@ class Recording(Disk):
         self.note(point)
 
 
+def test_storage_begins_with_what_is_written_while_the_rest_is_copied(root: Path) -> None:
+    begun: list[tuple[int, int]] = []
+
+    class Beginning(Disk):
+        def begin(self, path: Path, start: int, size_bytes: int) -> None:
+            assert path.stat().st_size >= start + size_bytes
+            begun.append((start, size_bytes))
+            super().begin(path, start, size_bytes)
+
+        def sync(self, path: Path) -> None:
+            begun.append((-1, 0))
+            super().sync(path)
+
+    mib = 1 << 20
+    data = np.zeros(mib, np.uint8)
+    block = Block(data, "uint8", mib, blocks.digest(data, "uint8"))
+    blockfile.write_blocks(Beginning(), root, "a.h5", [block] * 20, False, 1)
+    (first, size), (second, _), synced, *_ = begun
+    assert first + size == second  # nothing in between is left out
+    assert size >= blockfile.BEGIN_BYTES
+    assert synced == (-1, 0)
+
+
 def test_the_file_is_synced_before_it_is_named_and_its_name_before_that_is_told(
     root: Path,
 ) -> None:

@@ -29,7 +29,7 @@ def write(root: Path, seed: int, encode: bool) -> Written:
     values = np.random.default_rng(seed).normal(0, 0.02, 10_000).astype("f4").view("u1")
     pieces = [values[start:stop] for start, stop in SPEC.blocks()]
     written = [
-        blockfile.Block(piece, "float32", BLOCK_BYTES, blocks.digest(piece, "float32"))
+        blocks.Block(piece, "float32", BLOCK_BYTES, blocks.digest(piece, "float32"))
         for piece in pieces
     ]
     file, stored = blockfile.write_blocks(Disk(), root, f"{seed}.h5", written, encode, 1)
@@ -46,6 +46,42 @@ def change(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)
+
+
+PIECE = reading.RUN_BYTES
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[Path, NDArray[np.uint8], TensorSpec, Stored]:
+    """A block that is read in pieces, the last of them shorter."""
+    (tmp_path / "blocks").mkdir()
+    spec = TensorSpec("model/w", "uint8", (2 * PIECE + 100,), 4 * PIECE)
+    values = np.random.default_rng(3).integers(0, 256, spec.size_bytes, np.uint8)
+    block = blocks.Block(values, "uint8", spec.block_bytes, blocks.digest(values, "uint8"))
+    file, [stored] = blockfile.write_blocks(Disk(), tmp_path, "a.h5", [block], False, 1)
+    (tmp_path / file.name).chmod(0o644)
+    return tmp_path, values, spec, stored
+
+
+def test_a_large_block_is_read_in_pieces(
+    large: tuple[Path, NDArray[np.uint8], TensorSpec, Stored],
+) -> None:
+    root, values, spec, stored = large
+    np.testing.assert_array_equal(reading.read_block(root, stored, spec, 0), values)
+
+
+@pytest.mark.parametrize("at", [0, PIECE - 1, PIECE, 2 * PIECE, 2 * PIECE + 99])
+def test_damage_in_any_piece_of_a_large_block_is_told(
+    large: tuple[Path, NDArray[np.uint8], TensorSpec, Stored], at: int
+) -> None:
+    root, _, spec, stored = large
+    path = root / stored.file
+    change(path, stored.offset + at)
+    with pytest.raises(CheckpointDamagedError, match="its digest is"):
+        reading.read_block(root, stored, spec, 0)
+    os.truncate(path, stored.offset + at)
+    with pytest.raises(CheckpointDamagedError, match=f"{at} are left"):
+        reading.read_block(root, stored, spec, 0)
 
 
 def test_each_block_comes_back_alone(written: Written) -> None:

@@ -1,0 +1,47 @@
+"""``mpift ckpt`` where there is nothing, or something else, and by what a file is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from mpift.errors import CheckpointError
+from tests.unit.checkpoints import arrays, save
+from tests.unit.test_ckpt_cli import call
+
+
+@pytest.mark.parametrize("words", [(), ("--dry-run",)], ids=["", "dry run"])
+def test_gc_leaves_a_directory_of_others_as_it_is(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is no directory of checkpoints"):
+        call("gc", str(tmp_path), *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_where_there_is_no_checkpoint_none_is_verified(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no committed checkpoint"):
+        call("verify", str(tmp_path), "--all")
+    assert "has no committed checkpoint" in call("ls", str(tmp_path))[1]
+
+
+def test_a_file_is_what_its_name_says(tmp_path: Path) -> None:
+    save(tmp_path / "run", 7, arrays(1, trunk=100))
+    file = tmp_path / "a.safetensors"
+    assert call("export", str(tmp_path / "run"), "7", str(file))[0] == 0
+    assert load_file(file)
+    other = tmp_path / "other"
+    other.touch()
+    assert file.stat().st_mode == other.stat().st_mode
+
+
+def test_a_log_is_wide_enough_for_what_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    save(tmp_path, 7, arrays(1, a_tensor_with_a_name_that_is_longer_than_most_of_them_are=100))
+    assert (
+        "a_tensor_with_a_name_that_is_longer_than_most_of_them_are"
+        in call("show", str(tmp_path))[1]
+    )
