@@ -83,11 +83,30 @@ def test_a_cluster_that_does_not_come_up_is_refused_with_the_tool_s_words_and_le
         cluster.VirtualCluster(0)
 
 
-def test_a_launcher_that_could_not_start_at_all_is_started_once_more(tmp_path: Path) -> None:
-    words = "The PMIx server's listener thread failed to start"
+CRASH_IN_A_CREATION = """Signal: Segmentation fault (11)
+[ 1] lib/libmpi.so.40(ompi_comm_revoke_local+0x3f)[0x7f440dc745df]
+[13] lib/libmpi.so.40(ompi_comm_activate+0x31)[0x7f440dc6f8f1]"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["The PMIx server's listener thread failed to start", CRASH_IN_A_CREATION],
+    ids=["not started", "crash in a creation"],
+)
+def test_a_job_in_which_a_known_fault_of_mpi_showed_is_run_again(
+    words: str, tmp_path: Path
+) -> None:
     mark = tmp_path / "tried"
     script = f'test -e {mark} && exit 0; touch {mark}; echo "{words}" >&2; exit 213'
     assert ranks.run_job(["sh", "-c", script], ranks=1).exit_code == 0
     always = f'echo x >> {mark}; echo "{words}" >&2; exit 213'
     assert ranks.run_job(["sh", "-c", always], ranks=1).exit_code == 213
-    assert mark.read_text() == "x\nx\n"
+    assert mark.read_text() == "x\n" * 3
+
+
+def test_any_other_crash_is_not_run_again(tmp_path: Path) -> None:
+    mark = tmp_path / "tried"
+    words = "Segmentation fault\n[1] (ompi_comm_revoke_local+0x3f)\n[2] (MPI_Send+0x1)"
+    script = f'echo x >> {mark}; echo "{words}" >&2; exit 139'
+    assert ranks.run_job(["sh", "-c", script], ranks=1).exit_code == 139
+    assert mark.read_text() == "x\n"
