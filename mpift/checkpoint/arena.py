@@ -12,7 +12,7 @@ import contextlib
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Contents:
         record = {name: getattr(self, name) for name in self.__slots__}
         record["origin"] = list(self.origin)
         for name in ("shared_specs", "own_specs"):
-            record[name] = [list(asdict(spec).values()) for spec in record[name]]
+            record[name] = [[getattr(spec, of) for of in spec.__slots__] for spec in record[name]]
         return json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
 
     @classmethod

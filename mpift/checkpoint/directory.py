@@ -26,7 +26,7 @@ from pathlib import Path
 
 from mpift.checkpoint.damage import Advance, file_damage
 from mpift.checkpoint.durable import Disk, publish, publish_once, temporary
-from mpift.checkpoint.manifest import CommitRecord, Manifest, decode, manifest_digest
+from mpift.checkpoint.manifest import CommitRecord, Decoded, Manifest, manifest_digest
 from mpift.checkpoint.occupancy import LEASE_SECONDS, Claims, Live, Readers, names_in
 from mpift.errors import CheckpointDamagedError, CheckpointError
 
@@ -81,13 +81,15 @@ def step_of(folder: str) -> tuple[int, int | None] | None:
 class Directory:
     """The checkpoints below ``root``. All that it writes goes through ``disk``."""
 
-    def __init__(self, root: Path, disk: Disk | None = None) -> None:
+    def __init__(
+        self, root: Path, disk: Disk | None = None, decoded: Decoded | None = None
+    ) -> None:
         self.root = root
         self.disk = disk or Disk()
         self._claims = Claims(root / "live", self.disk)
         self._readers = Readers(root / "readers", self.disk)
         self._files: dict[str, frozenset[str]] = {}  # by digest of the manifest
-        self._last: tuple[str, Manifest] | None = None  # the manifest read last, and its digest
+        self._decoded = decoded or Decoded()
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -144,9 +146,7 @@ class Directory:
                 f"{path} is not what was committed: its {len(data)} bytes have the SHA-256 digest"
                 f" {found}, and COMMIT says {committed.record.manifest}"
             )
-        if self._last is None or self._last[0] != found:
-            self._last = found, decode(data, str(path))
-        manifest = self._last[1]
+        manifest = self._decoded.take(data, found, str(path))
         for what, has, says in (
             ("step", manifest.step, committed.step),
             ("order", manifest.order, committed.order),

@@ -199,15 +199,15 @@ class CheckpointManager:
         """The snapshot is whole: let it count in memory, and go on to storage."""
         step = order_of(capture.version)[1]
         self._group.strike(step, "captured")
-        part, problem = None, ""
+        written, problem = None, ""
         if persist and self._together is not None:
-            part, problem = self._together.write(capture)
+            written, problem = self._together.write(capture)
 
         def sealed(error: str) -> None:
             if error:
                 self._news.warn(f"step {step} is not kept in memory: {error}")
             if persist:
-                self._group.call(lambda: self._saves.captured(capture, part, problem))
+                self._group.call(lambda: self._saves.captured(capture, written, problem))
             else:
                 self._slots.free(capture.version)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpift.checkpoint.blocks import TensorSpec
 from mpift.errors import CheckpointDamagedError
@@ -42,8 +43,7 @@ class BlockFile:
     digest: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):  # there is one for every MiB of a state: it is made quickly
     """One block on storage: ``stored_bytes`` from ``offset`` of ``file`` on, which are the block
     itself or, if they are fewer, its encoding. In HDF5's words these are the elements of
     ``dataset`` from ``place`` on. ``digest`` is that of the raw bytes (``blocks.digest``)."""
@@ -195,13 +195,13 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def _tensors(record: dict[str, Any], files: Sequence[BlockFile]) -> Iterator[TensorEntry]:
-    datasets = record["datasets"]
+    datasets, names = record["datasets"], [file.name for file in files]
     for tensor in record["tensors"]:
         spec = TensorSpec(
             tensor["name"], tensor["dtype"], tuple(tensor["shape"]), tensor["block_bytes"]
         )
         blocks = tuple(
-            Stored(files[file].name, datasets[dataset], place, offset, stored, found)
+            Stored(names[file], datasets[dataset], place, offset, stored, found)
             for file, dataset, place, offset, stored, found in tensor["blocks"]
         )
         if len(blocks) != spec.block_count:
@@ -212,6 +212,27 @@ def _tensors(record: dict[str, Any], files: Sequence[BlockFile]) -> Iterator[Ten
 def manifest_digest(data: bytes) -> str:
     """What a COMMIT file says of a manifest: SHA-256, 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+class Decoded:
+    """The last ``kept`` manifests by their digests: who reads one again need not decode it."""
+
+    def __init__(self, kept: int = 2) -> None:
+        self._kept = kept
+        self._manifests: OrderedDict[str, Manifest] = OrderedDict()  # the longest unused first
+
+    def take(self, data: bytes, found: str, where: str) -> Manifest:
+        """``decode(data, where)``, where ``found`` is the digest of ``data``."""
+        if found not in self._manifests:
+            self.put(found, decode(data, where))
+        self._manifests.move_to_end(found)
+        return self._manifests[found]
+
+    def put(self, found: str, manifest: Manifest) -> None:
+        """This is what would be decoded from what has that digest."""
+        self._manifests[found] = manifest
+        while len(self._manifests) > self._kept:
+            self._manifests.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpift.core.saving import Origin
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -24,6 +26,14 @@ class Order:
     base: int | None
     encode: bool | str = "auto"
     compact_below: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was stored of a snapshot, as it is sent to others: an encoded ``Part``."""
+
+    origin: Origin
+    part: bytes
 
 
 @dataclass(frozen=True, slots=True)

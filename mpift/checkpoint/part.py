@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mpift._version import __version__
@@ -74,9 +74,9 @@ class Part:
         record = {name: getattr(self, name) for name in self.__slots__}
         names = {file.name: number for number, file in enumerate(self.files)}
         for name in ("shared", "own"):
-            record[name] = [[names[b.file], *astuple(b)[1:]] for b in record[name]]
+            record[name] = [[names[block.file], *block[1:]] for block in record[name]]
         for name in ("shared_specs", "own_specs", "files"):
-            record[name] = [list(astuple(item)) for item in record[name]]
+            record[name] = [[getattr(item, of) for of in item.__slots__] for item in record[name]]
         return json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
 
     @classmethod

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from mpift.checkpoint import reading
-from mpift.checkpoint.blocks import Block, TensorSpec
+from mpift.checkpoint.blocks import Block, TensorSpec, digester
 from mpift.checkpoint.encoding import Bytes
 from mpift.checkpoint.manifest import Stored
 from mpift.errors import CheckpointDamagedError, CheckpointError
@@ -40,46 +40,70 @@ def read_again(
     path: Path, stored: Sequence[Stored], blocks: Sequence[Block], threads: int
 ) -> tuple[int, str]:
     """Compare every block, and give the file's size and digest, in one pass over it."""
-    whole = xxhash.xxh3_128()
     with ThreadPoolExecutor(threads, "mpift-check") as pool, path.open("rb", buffering=0) as file:
-        reused = np.empty(max(block.data.nbytes for block in blocks), np.uint8)
+        one_pass = _Pass(file)
 
         def calls() -> Iterator[Callable[[], None]]:
             for index in sorted(range(len(stored)), key=lambda index: stored[index].offset):
-                _take(file, stored[index].offset - file.tell(), whole)
-                size, block = stored[index].stored_bytes, blocks[index]
-                # A digest takes no longer than fresh memory for another thread would.
-                encoded = size < block.data.nbytes
-                data = _take(file, size, whole, None if encoded else reused)
-                check = functools.partial(_check_block, path, data, stored[index], block, index)
-                if encoded:
-                    yield check
-                else:
-                    check()
+                place, block = stored[index], blocks[index]
+                one_pass.go_to(place.offset)
+                if place.stored_bytes < block.data.nbytes:
+                    data = one_pass.take(place.stored_bytes)
+                    yield functools.partial(_check, path, data, place, block, index, None)
+                else:  # its digest takes no longer than another thread would to begin
+                    found = one_pass.digest(block)
+                    _check(path, block.data, place, block, index, found)
 
         for _ in in_order(pool, calls(), 2 * threads):
             pass
         size = os.fstat(file.fileno()).st_size
-        _take(file, size - file.tell(), whole)
-    return size, whole.hexdigest()
+        one_pass.go_to(size)
+    return size, one_pass.whole.hexdigest()
 
 
-def _take(file: Any, size_bytes: int, whole: Any, into: Bytes | None = None) -> Bytes:
-    """The next bytes of a file, fewer where it ends; in new memory, or in ``into``."""
-    data = np.empty(size_bytes, np.uint8) if into is None else into[:size_bytes]
-    got = 0
-    while count := file.readinto(data[got:].data):
-        got += count
-    whole.update(data[:got].data)
-    return data[:got]
+class _Pass:
+    """Reads a file once, in pieces that are hashed while they are in the processor's cache;
+    ``whole`` makes the digest of all that was read. Beyond the file's end nothing is read."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._piece = np.empty(reading.RUN_BYTES, np.uint8)
+        self.whole = xxhash.xxh3_128()
+
+    def go_to(self, offset: int) -> None:
+        self._read(offset - self._file.tell())
+
+    def digest(self, block: Block) -> str:
+        """Of the raw bytes that are stored next, as many as the block has."""
+        found = digester(block.dtype, block.data.nbytes)
+        self._read(block.data.nbytes, found)
+        return str(found.hexdigest())
+
+    def take(self, size_bytes: int) -> Bytes:
+        """The next bytes, fewer where the file ends."""
+        data = np.empty(size_bytes, np.uint8)
+        done = 0
+        while count := self._file.readinto(data[done:].data):
+            done += count
+        self.whole.update(data[:done].data)
+        return data[:done]
+
+    def _read(self, size_bytes: int, *more: Any) -> None:
+        while size_bytes > 0 and (count := self._file.readinto(self._piece[:size_bytes].data)):
+            for digest in (self.whole, *more):
+                digest.update(self._piece[:count].data)
+            size_bytes -= count
 
 
-def _check_block(path: Path, data: Bytes, stored: Stored, block: Block, index: int) -> None:
+def _check(
+    path: Path, data: Bytes, stored: Stored, block: Block, index: int, found: str | None
+) -> None:
+    """``data`` is what was stored of an encoded block; of a raw one, ``found`` is its digest."""
     size = block.data.nbytes
     spec = TensorSpec(f"written block {index}", block.dtype, (block.elements,), size)
-    out = data if data.nbytes == size else np.empty(size, np.uint8)
+    out = np.empty(size, np.uint8) if found is None else data
     try:
-        reading.check(path, data, stored, spec, 0, out)
+        reading.check(path, data, stored, spec, 0, out, found)
     except CheckpointDamagedError as error:
         raise CheckpointError(
             f"a file of blocks reads back other than it was written: {error}"

@@ -21,8 +21,7 @@ from mpift.checkpoint.directory import block_name
 from mpift.checkpoint.gathering import Gatherings
 from mpift.checkpoint.group import Body, Group
 from mpift.checkpoint.manifest import order_of
-from mpift.checkpoint.orders import Order, Summary
-from mpift.checkpoint.part import Part
+from mpift.checkpoint.orders import Order, Summary, Written
 from mpift.checkpoint.scribe import Scribe
 from mpift.core.ballots import Content, majority
 from mpift.core.saving import Origin
@@ -125,16 +124,16 @@ class Saves:
 
     # -- for the manager ---------------------------------------------------------------------------
 
-    def captured(self, capture: Capture, part: Part | None = None, problem: str = "") -> None:
-        """This rank has taken its snapshot: write it, unless it has been, as ``part``, or could not
+    def captured(self, capture: Capture, written: Written | None = None, problem: str = "") -> None:
+        """This rank has taken its snapshot: write it, unless it has been ``written``, or could not
         be, for a ``problem``."""
         version = capture.version
         if version in self._finished:  # it came to an end without this rank's
             self._told(Outcome(version, None, skipped=True))
             return
         self._mine[version] = _Mine(capture)
-        if part is not None or problem:
-            self._written(version, capture.share, part, problem)
+        if written is not None or problem:
+            self._written(version, capture.share, written, problem)
             return
         full = self._since_full % self._rules.full_every == 0
         self._since_full += 1
@@ -173,21 +172,21 @@ class Saves:
             self._rules.compact_below,
         )
 
-        def written(part: Any, error: str) -> None:
-            self._group.call(lambda: self._written(version, share, part, error))
+        def written(result: Any, error: str) -> None:
+            self._group.call(lambda: self._written(version, share, result, error))
 
         self._scribe.request("write", written, order=order)
 
-    def _written(self, version: int, share: int, part: Any, error: str) -> None:
+    def _written(self, version: int, share: int, written: Written | None, error: str) -> None:
         mine = self._mine.get(version)
         if version in self._finished or mine is None:
             return
         own = mine.capture is not None and mine.capture.share == share
         if own:
-            mine.part, mine.refused = (part.encode() if part else None), error
+            mine.part, mine.refused = (written.part if written else None), error
             self._offer(version)
-        elif part is not None:
-            self._send_part(version, part.origin, share, part.encode())
+        elif written is not None:
+            self._send_part(version, written.origin, share, written.part)
         else:
             self._refuse(version, share, error)
 

@@ -9,7 +9,7 @@ from mpift.checkpoint.directory import block_name
 from mpift.checkpoint.durable import Disk
 from mpift.checkpoint.group import Group
 from mpift.checkpoint.manifest import order_of
-from mpift.checkpoint.part import Part
+from mpift.checkpoint.orders import Written
 from mpift.checkpoint.saves import Capture
 from mpift.errors import CheckpointError
 
@@ -28,16 +28,16 @@ class Together:
         for the others in MPI, in vain."""
         return all(self._group.gather(here))
 
-    def write(self, capture: Capture) -> tuple[Part | None, str]:
+    def write(self, capture: Capture) -> tuple[Written | None, str]:
         """Write this rank's share together with all others': the part, or why there is none."""
         generation, step = order_of(capture.version)
         name = block_name(step, capture.origin.owners[0], self._group.epoch, 0, generation)
         try:
-            part: Part = self._group.collectively(
+            part = self._group.collectively(
                 lambda comm: shared_file.write_shared(
                     comm, self._disk, self._root, name, capture.arena
                 )
             )
         except (CheckpointError, OSError) as error:
             return None, str(error)
-        return part, ""
+        return Written(part.origin, part.encode()), ""

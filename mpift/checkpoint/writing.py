@@ -25,7 +25,7 @@ from mpift.checkpoint.comparing import Committed, is_there
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
 from mpift.checkpoint.manifest import BlockFile, CommitRecord, Manifest, Stored
-from mpift.checkpoint.orders import Order, Summary
+from mpift.checkpoint.orders import Order, Summary, Written
 from mpift.checkpoint.part import Part, put_together
 from mpift.checkpoint.ram import part_path
 from mpift.errors import CheckpointDamagedError, CheckpointError
@@ -52,8 +52,8 @@ class Workshop:
         self._disk = disk
         self._threads = threads
         self._arenas: dict[Path, Arena] = {}
-        self._base: tuple[Path, int, Manifest] | None = None
-        self._swept: Directory | None = None
+        self._decoded = manifest.Decoded()
+        self._directory: Directory | None = None
         self._digests: tuple[int, list[str]] = (0, [])  # of the last sealed version
         self._storage_rate = 0.0  # bytes a second, 0 as long as nothing was measured
 
@@ -64,7 +64,7 @@ class Workshop:
 
     # -- writing a part ----------------------------------------------------------------------------
 
-    def write(self, order: Order) -> Part:
+    def write(self, order: Order) -> Written:
         """Store the changed blocks; returns the part, durable and read back.
 
         Raises ``CheckpointError`` if the arena does not hold that version (any more), ``OSError``
@@ -95,7 +95,7 @@ class Workshop:
         complete = [block or fresh[number] for number, block in enumerate(stored)]
         first, last = contents.ranges[0]
         raw = sum(len(block.data) for block in blocks)
-        return Part.of(
+        part = Part.of(
             contents,
             contents.ranges[:1],
             complete[: last - first],
@@ -104,6 +104,7 @@ class Workshop:
             None if base is None else base.step,
             (len(blocks), sum(place.stored_bytes for place in places), raw),
         )
+        return Written(part.origin, part.encode())
 
     def _find(self, order: Order) -> tuple[Arena, Contents]:
         for path in order.arenas:
@@ -158,17 +159,27 @@ class Workshop:
         nothing is built."""
         if order.base is None:
             return None
-        if self._base is None or self._base[:2] != (order.root, order.base):
-            directory = Directory(order.root, self._disk)
-            wanted = manifest.order_of(order.base)
-            found = next((c for c in directory.committed() if c.order == wanted), None)
-            if found is None:
-                return None
-            try:
-                self._base = (order.root, order.base, directory.manifest(found))
-            except CheckpointDamagedError:
-                return None
-        return self._base[2]
+        directory = self._open(order.root)
+        generation, step = manifest.order_of(order.base)
+        try:
+            return directory.manifest(directory.find(step, generation))
+        except CheckpointError:
+            return None
+
+    def _open(self, root: Path) -> Directory:
+        """It remembers what it has read."""
+        if self._directory is None or self._directory.root != root:
+            self._directory = Directory(root, self._disk, self._decoded)
+        return self._directory
+
+    def _manifest(self, folder: Path, announced: str | None = None) -> Manifest:
+        """What ``folder`` has now, and whether it is the one ``announced``."""
+        path = folder / MANIFEST
+        data = _read(path)
+        found = manifest.manifest_digest(data)
+        if announced not in (None, found):
+            raise CheckpointDamagedError(f"{path} is not the manifest that was announced")
+        return self._decoded.take(data, found, str(path))
 
     # -- making a checkpoint of parts --------------------------------------------------------------
 
@@ -187,23 +198,22 @@ class Workshop:
         publish(self._disk, place / MANIFEST, data)
         self._disk.sync_folder(place.parent)
         self._disk.reached("manifest_written")
-        return folder, manifest.manifest_digest(data)
+        found = manifest.manifest_digest(data)
+        self._decoded.put(found, made)
+        return folder, found
 
     def index(self, root: Path, folder: str) -> None:
         """Write the index for readers without mpift, while the ranks vote; ``publish`` does it if
         nobody has."""
         place = root / "steps" / folder
-        made = manifest.decode(_read(place / MANIFEST), str(place / MANIFEST))
+        made = self._manifest(place)
         index.write_index(self._disk, place / INDEX, made, _UP)
 
     def check(self, root: Path, folder: str, found: str, version: int, part: bytes | None) -> None:
         """Raises ``CheckpointError`` unless the manifest of ``version`` in ``folder`` has the
         digest ``found``, and what this rank has stored is in it as it was."""
         path = root / "steps" / folder / MANIFEST
-        data = _read(path)
-        if manifest.manifest_digest(data) != found:
-            raise CheckpointError(f"{path} is not the manifest that was announced")
-        made = manifest.decode(data, str(path))
+        made = self._manifest(path.parent, found)
         if manifest.version_of(made.order) != version:
             raise CheckpointError(f"{path} is of step {made.step}, not of the one announced")
         if part is not None:
@@ -214,10 +224,7 @@ class Workshop:
         """Let the checkpoint exist: the decision is the COMMIT file that this makes, unless another
         rank has made the same. ``folder`` may be empty where its name has not come through."""
         place = root / "steps" / (folder or _folder_of(root, found))
-        data = _read(place / MANIFEST)
-        if manifest.manifest_digest(data) != found:
-            raise CheckpointDamagedError(f"{place / MANIFEST} has changed since it was agreed on")
-        made = manifest.decode(data, str(place / MANIFEST))
+        made = self._manifest(place, found)
         if not (place / INDEX).exists():
             index.write_index(self._disk, place / INDEX, made, _UP)
         _require_files(root, made)
@@ -230,7 +237,6 @@ class Workshop:
             if _read(place / COMMIT) != record:
                 raise CheckpointError(f"{place / COMMIT} says something else already") from None
         self._disk.reached("committed")
-        self._base = (root, version, made)
         return Summary(
             made.base,
             made.block_count,
@@ -242,9 +248,7 @@ class Workshop:
 
     def sweep(self, root: Path, **rules: Any) -> retention.Swept:
         """Remove what nobody needs any more (``retention.sweep``)."""
-        if self._swept is None or self._swept.root != root:
-            self._swept = Directory(root, self._disk)  # it remembers what it has read
-        return retention.sweep(self._swept, **rules)
+        return retention.sweep(self._open(root), **rules)
 
     # -- the RAM tier ------------------------------------------------------------------------------
 

@@ -116,16 +116,15 @@ class Job:
         return {"model": self._models[member], "step": self.step}
 
     def write(self, step: int, member: int) -> Part:
-        return self._workshops[member].write(
-            Order(
-                self._root,
-                (self._arenas[step, member].path,),
-                version_of((self._generation, step)),
-                block_name(step, member, 0, 0, self._generation),
-                self._base,
-                encode=False,
-            )
+        order = Order(
+            self._root,
+            (self._arenas[step, member].path,),
+            version_of((self._generation, step)),
+            block_name(step, member, 0, 0, self._generation),
+            self._base,
+            encode=False,
         )
+        return Part.decode(self._workshops[member].write(order).part)
 
     def publish(self, step: int, parts: list[Part]) -> None:
         """Assemble them, let both ranks check, commit."""

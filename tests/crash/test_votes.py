@@ -43,9 +43,8 @@ class TwoRanks:
 
     def write(self, member: int, arena: Arena, attempt: int) -> Part:
         name = f"0000000004-w{member}-e0-a{attempt}-g1.h5"
-        return self.workshop.write(
-            Order(self.root, (arena.path,), VERSION, name, None, encode=False)
-        )
+        order = Order(self.root, (arena.path,), VERSION, name, None, encode=False)
+        return Part.decode(self.workshop.write(order).part)
 
     def assemble(self) -> tuple[str, str]:
         parts = [part.encode() for part in self.parts]
@@ -69,7 +68,7 @@ def ranks(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def other(part: Part) -> Part:
     """The same part, but for what one of its blocks holds."""
-    block = dataclasses.replace(part.shared[0], digest="0" * 32)
+    block = part.shared[0]._replace(digest="0" * 32)
     return dataclasses.replace(part, shared=(block, *part.shared[1:]))
 
 

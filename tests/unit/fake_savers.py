@@ -16,8 +16,8 @@ from typing import Any
 
 from mpift.checkpoint.group import Body, Member, Seat
 from mpift.checkpoint.manifest import version_of
+from mpift.checkpoint.orders import Summary, Written
 from mpift.checkpoint.saves import Capture, Outcome, Rules, Saves
-from mpift.checkpoint.writing import Summary
 from mpift.config import Config
 from mpift.core import events
 from mpift.core.ballots import Content
@@ -33,16 +33,9 @@ def version(step: int) -> int:
     return version_of((1, step))
 
 
-@dataclass(frozen=True)
-class FakePart:
-    """What a writer gives for a share."""
-
-    origin: Origin
-    share: int
-    by: int
-
-    def encode(self) -> bytes:
-        return f"share {self.share} by {self.by} of {self.origin.history}".encode()
+def written(origin: Origin, share: int, by: int) -> Written:
+    """What a writer gives for a share: a part that none but the test reads."""
+    return Written(origin, f"share {share} by {by} of {origin.history}".encode())
 
 
 @dataclass(frozen=True)
@@ -254,7 +247,7 @@ class Crew:
         origin = Origin(history, "layout", owners or self.view)
         for member in members or self.view:
             share = origin.owners.index(member)
-            self[member].scribe.take("write").end(FakePart(origin, share, member))
+            self[member].scribe.take("write").end(written(origin, share, member))
         self.run_calls()
 
     def assemble(self, member: int, digest: str = "digest") -> list[bytes]:

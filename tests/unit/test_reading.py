@@ -223,7 +223,7 @@ def test_files_in_each_others_place_are_told(tmp_path: Path) -> None:
 def test_a_block_in_anothers_place_is_told(written: Written) -> None:
     root, _, _, stored = written
     with pytest.raises(CheckpointDamagedError, match="block 2 of 10"):
-        reading.read_block(root, dataclasses.replace(stored[3], digest=stored[2].digest), SPEC, 2)
+        reading.read_block(root, stored[3]._replace(digest=stored[2].digest), SPEC, 2)
 
 
 def test_the_bits_of_another_dtype_are_told(written: Written) -> None:
@@ -235,7 +235,7 @@ def test_the_bits_of_another_dtype_are_told(written: Written) -> None:
 
 def test_a_length_that_no_block_can_have_is_told(written: Written) -> None:
     root, _, _, stored = written
-    longer = dataclasses.replace(stored[0], stored_bytes=BLOCK_BYTES + 4)
+    longer = stored[0]._replace(stored_bytes=BLOCK_BYTES + 4)
     with pytest.raises(CheckpointDamagedError, match=r"block 0 of 10"):
         reading.read_block(root, longer, SPEC, 0)
 

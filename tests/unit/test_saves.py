@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpift.core.ballots import Content
 from mpift.core.saving import Origin
-from tests.unit.fake_savers import HISTORY, Crew, FakePart, version
+from tests.unit.fake_savers import HISTORY, Crew, version, written
 
 
 def test_parts_are_gathered_read_back_agreed_on_and_published_in_this_order() -> None:
@@ -114,7 +114,7 @@ def test_a_share_that_its_owner_cannot_write_is_written_by_a_neighbour() -> None
     crew[1].scribe.take("write").end(error="the writer process 7 ended (SIGKILL)")
     crew.run()
     job = crew[0].scribe.take("write")
-    job.end(FakePart(Origin(HISTORY, "layout", (0, 1, 2)), 1, 0))
+    job.end(written(Origin(HISTORY, "layout", (0, 1, 2)), 1, 0))
     crew.run()
     assert crew.assemble(0)[1] == b"share 1 by 0 of first"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpift.core.saving import Origin
-from tests.unit.fake_savers import HISTORY, Crew, FakePart, version
+from tests.unit.fake_savers import HISTORY, Crew, version, written
 
 
 def test_a_part_that_was_lost_with_the_view_is_offered_anew() -> None:
@@ -28,7 +28,7 @@ def test_a_new_coordinator_gathers_from_the_beginning_and_has_the_dead_one_s_sha
     crew.install(1, 2)
     crew.run()
     job = crew[2].scribe if "write" in crew[2].scribe.names() else crew[1].scribe
-    job.take("write").end(FakePart(Origin(HISTORY, "layout", (0, 1, 2)), 0, 9))
+    job.take("write").end(written(Origin(HISTORY, "layout", (0, 1, 2)), 0, 9))
     crew.run()
     assert crew.assemble(1)[0] == b"share 0 by 9 of first"
     crew.run()
@@ -94,7 +94,7 @@ def test_an_announcement_that_reached_only_some_is_announced_anew_to_all(
         for job in tuple(crew[member].scribe.jobs):
             if job.name == "write":
                 crew[member].scribe.jobs.remove(job)
-                job.end(FakePart(Origin(HISTORY, "layout", (0, 1, 2)), 0, member))
+                job.end(written(Origin(HISTORY, "layout", (0, 1, 2)), 0, member))
     crew.run()
     if "assemble" in crew[1].scribe.names():
         crew.assemble(1, "another digest")
@@ -200,6 +200,6 @@ def test_an_answer_that_comes_after_the_end_changes_nothing() -> None:
     late = crew[1].scribe.take("write")
     crew[0].saves.skipped(version(1), "busy")
     crew.run()
-    late.end(FakePart(Origin(HISTORY, "layout", (0, 1)), 1, 1))
+    late.end(written(Origin(HISTORY, "layout", (0, 1)), 1, 1))
     crew.run()
     assert [len(rank.outcomes) for rank in crew] == [1, 1]
