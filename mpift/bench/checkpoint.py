@@ -33,9 +33,10 @@ from mpift.testing.ranks import run_ranks
 WRITES = {
     "memcpy": "copy of a share in memory",
     "stall": "save: training held",
-    "full": "save, waited for: all new",
-    "incremental": "save, waited for: 10 % new",
-    "encoded_full": "save encoded, waited for: all new",
+    "full": "save until committed: all new",
+    "incremental": "save until committed: 10 % new",
+    "index": "index.h5, after the commit: all new",
+    "encoded_full": "save encoded until committed: all new",
     "raw_write": "plain write and fsync of a share",
     "torch_save": "torch.save and fsync, one rank",
     "dcp_save": "dcp.save",

@@ -188,14 +188,18 @@ class Writes:
             began = time.perf_counter()
             manager.save(step, self._state.objects)
             stall = time.perf_counter() - began
-            manager.wait()
+            manager.wait(index=False)
             return stall
 
         stall = self._figures.time(name, save_and_wait)
+        began = time.perf_counter()
+        manager.wait()
+        index = time.perf_counter() - began
         if manager.committed_step != step:
             manager.close()  # raises what went wrong
             raise MpiftError(f"step {step} was not committed in {place}")
         if name == "full":
+            self._figures.note("index", index)
             self._figures.note("stall", stall)
             self.first_stall_seconds = self.first_stall_seconds or stall
         if hvd.rank() == 0:

@@ -3,7 +3,8 @@
 It says itself what it holds (``Contents``), so whoever maps it can write a checkpoint from it: this
 rank's writer process, or another rank of the node after this one has died. It is whole or it is
 not: the mark is taken away before the first byte of a new snapshot is copied and set after the
-last. No process writes to it but the rank that made it.
+last. If the blocks' digests were made for the snapshot, they are in it too. No process writes to it
+but the rank that made it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from mpift.checkpoint.blocks import TensorSpec
 from mpift.core.saving import Origin
 from mpift.errors import CheckpointError
 
-# magic, version of the snapshot or 0 while there is none, start and length of the contents' text,
-# start of the tensors' bytes
+# magic, version of the snapshot or 0 while there is none, length of the contents' text and of the
+# digests that follow it, start of the tensors' bytes
 _HEADER = struct.Struct("<8sQQQQ")
 _MAGIC = b"MPIFTARN"
 _PAGE = 4096
@@ -100,7 +101,7 @@ class Arena:
 
     def __init__(self, region: memory.Region) -> None:
         self._region = region
-        magic, _, _, _, start = _HEADER.unpack_from(region.view)
+        magic, *_, start = _HEADER.unpack_from(region.view)
         if magic != _MAGIC:
             raise CheckpointError(f"{region.path} is no arena of checkpoints: remove it")
         self._start = start
@@ -109,14 +110,15 @@ class Arena:
     @classmethod
     def create(cls, path: Path, capacity: int, contents_bytes: int) -> Arena:
         """A new one, its memory touched, for ``capacity`` bytes of tensors and at least
-        ``contents_bytes`` of contents. An older one of that name is replaced; who maps it keeps it.
+        ``contents_bytes`` of contents and digests. An older one of that name is replaced; who maps
+        it keeps it.
 
         Raises ``MpiftError`` where there is no space.
         """
         room = max(contents_bytes, _CONTENTS_BYTES_MIN)
         start = -(-(_PAGE + room) // _PAGE) * _PAGE
         path.unlink(missing_ok=True)
-        header = _HEADER.pack(_MAGIC, 0, _PAGE, 0, start)
+        header = _HEADER.pack(_MAGIC, 0, 0, 0, start)
         arena = cls(memory.create(path, start + capacity, header))
         arena.data[::_PAGE] = 0  # page faults now, not in the first snapshot
         return arena
@@ -136,7 +138,7 @@ class Arena:
 
     @property
     def contents_room(self) -> int:
-        """How many bytes of contents fit in."""
+        """How many bytes of contents and digests fit in."""
         return self._start - _PAGE
 
     @property
@@ -146,23 +148,30 @@ class Arena:
 
     def begin(self) -> None:
         """What it holds is not whole from now on."""
-        self._set(0, 0)
+        self._set(0, 0, 0)
 
-    def finish(self, version: int, contents: bytes) -> None:
-        """All is copied."""
-        self._region.view[_PAGE : _PAGE + len(contents)] = contents
-        self._set(0, len(contents))
-        self._set(version, len(contents))
+    def finish(self, version: int, contents: bytes, digests: bytes = b"") -> None:
+        """All is copied; ``digests`` of all blocks in order (``blocks.digest_bytes``), or none."""
+        told = contents + digests
+        self._region.view[_PAGE : _PAGE + len(told)] = told
+        self._set(0, len(contents), len(digests))
+        self._set(version, len(contents), len(digests))
 
     def contents(self) -> Contents | None:
         """What it holds; None if that is not whole."""
-        _, version, start, length, _ = _HEADER.unpack_from(self._region.view)
+        _, version, length, _, _ = _HEADER.unpack_from(self._region.view)
         if version == 0:
             return None
-        return Contents.decode(bytes(self._region.view[start : start + length]))
+        return Contents.decode(bytes(self._region.view[_PAGE : _PAGE + length]))
 
-    def _set(self, version: int, length: int) -> None:
-        _HEADER.pack_into(self._region.view, 0, _MAGIC, version, _PAGE, length, self._start)
+    def digests(self) -> bytes:
+        """Those of its blocks, in order; empty if it has none."""
+        _, version, length, more, _ = _HEADER.unpack_from(self._region.view)
+        start = _PAGE + length
+        return bytes(self._region.view[start : start + more]) if version else b""
+
+    def _set(self, version: int, contents: int, digests: int) -> None:
+        _HEADER.pack_into(self._region.view, 0, _MAGIC, version, contents, digests, self._start)
 
     def is_in_place(self) -> bool:
         """Whether its path still leads to it."""

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import h5py
 
 from mpift.checkpoint import encoding
-from mpift.checkpoint.blocks import Block, storage_dtype
+from mpift.checkpoint.blocks import Block, digest, storage_dtype
 from mpift.checkpoint.durable import Disk, temporary
 from mpift.checkpoint.encoding import Bytes
 from mpift.checkpoint.manifest import BlockFile, Stored
@@ -45,6 +45,7 @@ BEGIN_BYTES = 8 << 20
 BOTH_FILTERS_SKIPPED = 0b11
 
 Begin: TypeAlias = Callable[[int, int], object]  # (first byte, bytes): these were written
+Digest: TypeAlias = Callable[[int], object]  # (number of a block): it is about to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ def write_blocks(
     of them lies, in their order.
 
     With ``encode``, full blocks of floating point are encoded by ``threads`` threads, which hold at
-    most two encodings each; blocks that would not get smaller are stored as they are. The blocks'
-    memory must not change meanwhile.
+    most two encodings each; blocks that would not get smaller are stored as they are. Digests that
+    blocks have not are made on the way. The blocks' memory must not change meanwhile.
 
     Raises ``CheckpointError`` if space is short, if there is such a file already, or if it reads
     back other than written; ``OSError`` if the disk refuses. No file is left then.
@@ -84,6 +85,11 @@ def write_blocks(
     _check_space(path, blocks)
     parts = _parts(blocks, encode)
     unfinished = temporary(path)
+    digests = [block.digest for block in blocks]
+
+    def make_digest(index: int) -> None:
+        digests[index] = digests[index] or digest(blocks[index].data, blocks[index].dtype)
+
     try:
         # The disk is at work meanwhile; and what is read again is in memory still.
         with ThreadPoolExecutor(1, "mpift-sync") as syncing:
@@ -93,11 +99,12 @@ def write_blocks(
                 blocks,
                 threads,
                 lambda start, size: syncing.submit(disk.begin, unfinished, start, size),
+                make_digest,
             )
             unfinished.chmod(0o444)
-            stored = _stored(f"blocks/{name}", parts, spans, blocks)
+            stored = _stored(f"blocks/{name}", parts, spans, digests)
             synced = syncing.submit(disk.sync, unfinished)
-            size, digest = read_again(unfinished, stored, blocks, threads)
+            size, found = read_again(unfinished, stored, blocks, threads)
             synced.result()
         disk.reached("block_file_synced")
         disk.link(unfinished, path)
@@ -114,7 +121,7 @@ def write_blocks(
     except BaseException:
         disk.unlink(path)
         raise
-    return BlockFile(f"blocks/{name}", size, digest), stored
+    return BlockFile(f"blocks/{name}", size, found), stored
 
 
 def _check_space(path: Path, blocks: Sequence[Block]) -> None:
@@ -143,7 +150,12 @@ def _parts(blocks: Sequence[Block], encode: bool) -> list[_Part]:
 
 
 def _write(
-    path: Path, parts: Sequence[_Part], blocks: Sequence[Block], threads: int, begin: Begin
+    path: Path,
+    parts: Sequence[_Part],
+    blocks: Sequence[Block],
+    threads: int,
+    begin: Begin,
+    make_digest: Digest,
 ) -> dict[int, _Span]:
     """The whole file, not synced; the span of each block by its number."""
     spans: dict[int, _Span] = {}
@@ -151,12 +163,12 @@ def _write(
         with _new_file(path) as file:
             for part in parts:
                 if part.encoded:
-                    spans.update(_write_encoded(file, part, blocks, pool, 2 * threads))
+                    spans.update(_write_encoded(file, part, blocks, pool, threads, make_digest))
                 else:
                     spans.update(_reserve(file, part, blocks))
         raw = [index for part in parts if not part.encoded for index in part.members]
-        pieces = [(spans[index].offset, blocks[index].data) for index in raw]
-        _write_raw(path, pieces, pool, begin)
+        pieces = [(spans[index].offset, index, blocks[index].data) for index in raw]
+        _write_raw(path, pieces, pool, begin, make_digest)
     return spans
 
 
@@ -201,7 +213,12 @@ def _reserve(file: Any, part: _Part, blocks: Sequence[Block]) -> Iterator[tuple[
 
 
 def _write_encoded(
-    file: Any, part: _Part, blocks: Sequence[Block], pool: ThreadPoolExecutor, in_flight: int
+    file: Any,
+    part: _Part,
+    blocks: Sequence[Block],
+    pool: ThreadPoolExecutor,
+    threads: int,
+    make_digest: Digest,
 ) -> Iterator[tuple[int, _Span]]:
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_chunk((blocks[part.members[0]].elements,))
@@ -209,10 +226,13 @@ def _write_encoded(
     settings.set_deflate(1)
     dataset = _dataset(file, part, settings)
     itemsize = storage_dtype(part.dtype).itemsize
-    calls = (
-        functools.partial(encoding.encode, blocks[index].data, itemsize) for index in part.members
-    )
-    encodings = in_order(pool, calls, in_flight)
+
+    def encode(index: int) -> bytes:
+        make_digest(index)
+        return encoding.encode(blocks[index].data, itemsize)
+
+    calls = (functools.partial(encode, index) for index in part.members)
+    encodings = in_order(pool, calls, 2 * threads)
     for index, place, encoded in zip(part.members, part.places, encodings, strict=True):
         # Only what is smaller counts as encoded: readers tell the two apart by the length.
         if len(encoded) < blocks[index].data.nbytes:
@@ -235,12 +255,18 @@ def _chunks(dataset: Any) -> dict[int, _Span]:
 
 
 def _write_raw(
-    path: Path, pieces: Sequence[tuple[int, Bytes]], pool: ThreadPoolExecutor, begin: Begin
+    path: Path,
+    pieces: Sequence[tuple[int, int, Bytes]],
+    pool: ThreadPoolExecutor,
+    begin: Begin,
+    make_digest: Digest,
 ) -> None:
+    """Pieces are (offset in the file, number of the block, its bytes)."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     begun = 0
     try:
-        for end in pool.map(functools.partial(_write_run, descriptor), _write_runs(pieces)):
+        write_run = functools.partial(_write_run, descriptor, make_digest)
+        for end in pool.map(write_run, _write_runs(pieces)):
             if end - begun >= BEGIN_BYTES:
                 begin(begun, end - begun)
                 begun = end
@@ -251,12 +277,12 @@ def _write_raw(
 
 
 def _write_runs(
-    pieces: Iterable[tuple[int, Bytes]],
-) -> Iterator[tuple[int, list[memoryview]]]:
+    pieces: Iterable[tuple[int, int, Bytes]],
+) -> Iterator[tuple[int, list[tuple[int, Bytes]]]]:
     """Pieces that follow each other in the file, to be written at once."""
-    run: list[memoryview] = []
+    run: list[tuple[int, Bytes]] = []
     start = end = 0
-    for offset, data in pieces:
+    for offset, index, data in pieces:
         if run and (
             offset != end or end - start + data.nbytes > WRITE_BYTES or len(run) == WRITE_BLOCKS
         ):
@@ -264,15 +290,20 @@ def _write_runs(
             run = []
         if not run:
             start = end = offset
-        run.append(data.data)
+        run.append((index, data))
         end += data.nbytes
     if run:
         yield start, run
 
 
-def _write_run(descriptor: int, run: tuple[int, list[memoryview]]) -> int:
+def _write_run(
+    descriptor: int, make_digest: Digest, run: tuple[int, list[tuple[int, Bytes]]]
+) -> int:
     """Returns where in the file it ends."""
-    offset, views = run
+    offset, pieces = run
+    for index, _ in pieces:
+        make_digest(index)  # so it is in the processor's cache when it is copied
+    views = [data.data for _, data in pieces]
     while views:
         written = os.pwritev(descriptor, views, offset)
         offset += written
@@ -284,7 +315,7 @@ def _write_run(descriptor: int, run: tuple[int, list[memoryview]]) -> int:
 
 
 def _stored(
-    name: str, parts: Sequence[_Part], spans: dict[int, _Span], blocks: Sequence[Block]
+    name: str, parts: Sequence[_Part], spans: dict[int, _Span], digests: Sequence[str]
 ) -> list[Stored]:
     found = {
         index: Stored(
@@ -293,12 +324,12 @@ def _stored(
             place,
             spans[index].offset,
             spans[index].size_bytes,
-            blocks[index].digest,
+            digests[index],
         )
         for part in parts
         for index, place in zip(part.members, part.places, strict=True)
     }
-    return [found[index] for index in range(len(blocks))]
+    return [found[index] for index in range(len(digests))]
 
 
 def _check_datasets(path: Path, parts: Sequence[_Part]) -> None:

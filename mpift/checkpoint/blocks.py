@@ -21,6 +21,8 @@ BLOCK_BYTES = 1 << 20
 # Rows of embeddings change sparsely: at 1 MiB, half of all blocks would look changed.
 SPARSE_BLOCK_BYTES = 1 << 16
 
+DIGEST_BYTES = 16
+
 # What HDF5 and numpy know under another name, or not at all: torch's dtype, and what its bytes are
 # stored as.
 STORED_AS: dict[str, str] = {
@@ -76,12 +78,12 @@ class TensorSpec:
 @dataclass(frozen=True, slots=True)
 class Block:
     """A block to be written: its raw bytes (1-D, contiguous; whole items), torch's name of its
-    dtype, the block size of its tensor in bytes, and ``blocks.digest`` of it."""
+    dtype, the block size of its tensor in bytes, and ``blocks.digest`` of it if that is made."""
 
     data: np.ndarray
     dtype: str
     block_bytes: int
-    digest: str
+    digest: str = ""
 
     @property
     def elements(self) -> int:
@@ -95,8 +97,13 @@ class Block:
 def digest(data: Any, dtype: str) -> str:
     """The digest of a block's raw bytes (any contiguous buffer): 32 hexadecimal digits, XXH3-128
     seeded with dtype and length."""
+    return digest_bytes(data, dtype).hex()
+
+
+def digest_bytes(data: Any, dtype: str) -> bytes:
+    """The same as bytes."""
     size = memoryview(data).nbytes
-    return xxhash.xxh3_128_hexdigest(data, seed=_seed(dtype, size))
+    return xxhash.xxh3_128_digest(data, seed=_seed(dtype, size))
 
 
 def digester(dtype: str, size_bytes: int) -> Any:

@@ -1,7 +1,8 @@
 """A directory of checkpoints: what is committed, what of it is whole, and who may write there.
 
     blocks/STEP-wMEMBER-eEPOCH-aATTEMPT-gGENERATION.h5   block files, never modified
-    steps/STEP/{index.h5,manifest.json,COMMIT}           COMMIT comes last: it is the decision
+    steps/STEP/{manifest.json,COMMIT}                    COMMIT comes last: it is the decision
+    steps/STEP/index.h5                                  after it, for programs without mpift
     steps/STEP.gGENERATION/                              the same step, committed again later
     live/GENERATION.json                                 the job that writes (``occupancy``)
     readers/HOST-PID-RANDOM.json                         processes that read
@@ -37,6 +38,7 @@ _MAINTENANCE_POLL_SECONDS = 0.05
 _STEP = re.compile(r"(\d{10,})(?:\.g(\d+))?")
 _BLOCKS = re.compile(r"(\d{10,})-w\d+-e\d+-a\d+-g(\d+)\.h5")
 _PIN = "PIN."
+INDEX = "index.h5"
 IDENTITY = "ID"  # a file that tells a directory from a later one of that path
 
 _REMEDIES = {
@@ -185,9 +187,6 @@ class Directory:
         except CheckpointDamagedError as error:
             yield str(error)
             return
-        index = committed.folder / "index.h5"
-        if not index.is_file():
-            yield f"{index} is missing: mpift restores without it, but plain HDF5 can't read this"
         yield from file_damage(self.root, manifest, True, advance)
 
     def newest_good(self) -> tuple[tuple[Committed, Manifest] | None, list[tuple[Path, str]]]:

@@ -11,7 +11,7 @@ import numpy as np
 from mpift.checkpoint.blockfile import write_blocks
 from mpift.checkpoint.blocks import Block
 from mpift.checkpoint.damage import Advance
-from mpift.checkpoint.directory import Committed, Directory, block_name
+from mpift.checkpoint.directory import INDEX, Committed, Directory, block_name
 from mpift.checkpoint.durable import publish, publish_once
 from mpift.checkpoint.index import write_index
 from mpift.checkpoint.manifest import (
@@ -138,7 +138,7 @@ def _moved(manifest: Manifest, files: list[BlockFile], places: list[Stored]) -> 
 def _commit(out: Directory, manifest: Manifest) -> Committed:
     folder = out.root / "steps" / out.free_name(manifest.step, manifest.order[0])
     out.disk.make_folder(folder)
-    write_index(out.disk, folder / "index.h5", manifest, "../..")
+    write_index(out.disk, folder / INDEX, manifest, "../..")
     data = encode(manifest)
     publish(out.disk, folder / "manifest.json", data)
     record = CommitRecord(manifest.step, manifest.order, manifest_digest(data))

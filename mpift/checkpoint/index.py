@@ -4,10 +4,14 @@ Each tensor is a virtual dataset that leads straight to the files of blocks, by 
 the index: the checkpoint can be copied anywhere as a whole. mpift itself reads by the manifest,
 which is checked; what goes through the index is not. HDF5 reads a missing file as fill values and
 says nothing: so these are NaN, or the largest value of an integer.
+
+It is made from the manifest alone, after the COMMIT file: a checkpoint counts without it, and can
+get it at any time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -21,8 +25,10 @@ import numpy as np
 
 from mpift.checkpoint.blockfile import LIBVER
 from mpift.checkpoint.blocks import hyperslabs, storage_dtype
+from mpift.checkpoint.directory import INDEX, Directory
 from mpift.checkpoint.durable import Disk, publish
 from mpift.checkpoint.manifest import Manifest, TensorEntry
+from mpift.errors import CheckpointDamagedError
 
 # An attribute is for small things: many tools print them all.
 ATTRIBUTE_BYTES_MAX = 60_000
@@ -40,6 +46,19 @@ class _Stretch:
     stop: int
 
 
+def write_missing(directory: Directory) -> list[Path]:
+    """Write the index of each committed checkpoint that has none, the newest first; returns which.
+    A damaged one gets none. Raises ``OSError`` if the disk refuses."""
+    written = []
+    for committed in reversed(directory.committed()):
+        path = committed.folder / INDEX
+        if not path.exists():
+            with contextlib.suppress(CheckpointDamagedError):
+                write_index(directory.disk, path, directory.manifest(committed), "../..")
+                written.append(path)
+    return written
+
+
 def write_index(disk: Disk, path: Path, manifest: Manifest, up: str) -> None:
     """Write the index of ``manifest`` to ``path``, replacing what is there.
 
@@ -55,7 +74,7 @@ def write_index(disk: Disk, path: Path, manifest: Manifest, up: str) -> None:
 def _image(manifest: Manifest, up: str) -> bytes:
     """The file, made in memory: HDF5 would write it in thousands of small pieces."""
     with h5py.File(
-        "index.h5",
+        INDEX,
         "w",
         libver=("earliest", LIBVER[1]),
         driver="core",

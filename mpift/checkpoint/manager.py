@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -105,7 +106,8 @@ class CheckpointManager:
         self._scribe.start()
         self._slots = Slots(group, self._scribe, self._ram, self._skip, self._news.fail)
         self._saves = Saves(
-            group, self._scribe, self.directory, rules, self._slots.paths, self._told
+            *(group, self._scribe, self.directory, rules),
+            *(self._slots.paths, self._told, self._slots.stored),
         )
         self._restoring = Restoring(group, self._files, self._ram)
         # Checkpoints that this run has not begun with, and would push out.
@@ -174,7 +176,7 @@ class CheckpointManager:
                 self._skip(version, self._tenancy.lost or busy)
             return False
         if persist and self._not_ours:
-            self._not_ours, self._saves.sweeps = False, False
+            self._not_ours, self._saves.upkeep.sweeps = False, False
             self._news.warn(
                 "this run has begun without restore(), so what was there is kept, and nothing is"
                 " removed; restore() first, or save to another directory"
@@ -213,15 +215,18 @@ class CheckpointManager:
 
         self._slots.seal(capture, sealed)
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None, index: bool = True) -> bool:
         """Wait until all saves that were begun have come to an end, at most ``timeout`` seconds;
-        returns whether they have."""
-        return self._slots.wait(timeout)
+        returns whether they have. ``index.h5`` comes after the COMMIT; not with ``index=False``."""
+        begin = time.monotonic()
+        ended = self._slots.wait(timeout)
+        left = None if timeout is None else max(0.0, begin + timeout - time.monotonic())
+        return ended and (not index or self._saves.upkeep.wait(left))
 
     def _told(self, outcome: Outcome) -> None:
         """On the group's thread."""
         self._news.told(outcome)
-        self._slots.free(outcome.version)
+        self._slots.free(outcome.version, sound=outcome.summary is not None or outcome.skipped)
 
     # -- following an optimizer --------------------------------------------------------------------
 
@@ -266,7 +271,7 @@ class CheckpointManager:
         restored = self._read(step, state, only, strict, rng)
         if restored is None:
             return None
-        self._not_ours, self._saves.sweeps = False, True
+        self._not_ours, self._saves.upkeep.sweeps = False, True
         version = restored.version
         if any(self._group.gather(version != self._last)):
             self._tenancy.begin_generation()
@@ -331,9 +336,8 @@ class CheckpointManager:
         """
         if self._closed or os.getpid() != self._pid:  # a forked child has nothing to give back
             return
-        if not self.wait(self._patience_seconds):
-            limit = f"{self._patience_seconds:g} s"
-            self._news.fail(self._last, f"it is not through after {limit}")
+        if not self.wait(self._patience_seconds, index=False):
+            self._news.fail(self._last, f"it is not through after {self._patience_seconds:g} s")
         self._closed = True
         self._group.call(lambda: self._group.close(self._saves))
         self._scribe.close()

@@ -30,10 +30,21 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was stored of a snapshot, as it is sent to others: an encoded ``Part``."""
+    """What was stored of a snapshot, as it is sent to others: an encoded ``Part``. ``digests`` are
+    those of all blocks in the arena, in order (``blocks.digest_bytes``), if all were made."""
 
     origin: Origin
     part: bytes
+    digests: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A snapshot that counts in memory. ``whole`` if it was the last that a checkpoint there was
+    waiting for; ``digests`` are as in ``Written``."""
+
+    whole: bool
+    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)

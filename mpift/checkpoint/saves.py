@@ -2,10 +2,10 @@
 
 For each checkpoint a rank's writer stores its share of the snapshot and offers the part to the
 coordinator of the view. That one has what is missing written by others (``core.saving``), puts
-manifest and index together and announces them; every rank reads the manifest back, looks for its
-own blocks in it, and votes for its digest in the three-phase commit. Once that is decided, the
-coordinator, whoever that is by then, makes the COMMIT file; only then it is a checkpoint, and told
-to be one. In a new view parts are offered anew, and what was decided is published.
+the manifest together and announces it; every rank reads it back, looks for its own blocks in it,
+and votes for its digest in the three-phase commit. Once that is decided, the coordinator, whoever
+that is by then, makes the COMMIT file; only then it is a checkpoint, and told to be one. In a new
+view parts are offered anew, and what was decided is published.
 
 All of this happens on the group's thread, which never waits for a disk: that is the writer's part.
 """
@@ -23,6 +23,7 @@ from mpift.checkpoint.group import Body, Group
 from mpift.checkpoint.manifest import order_of
 from mpift.checkpoint.orders import Order, Summary, Written
 from mpift.checkpoint.scribe import Scribe
+from mpift.checkpoint.upkeep import Upkeep
 from mpift.core.ballots import Content, majority
 from mpift.core.saving import Origin
 
@@ -90,7 +91,7 @@ class _Mine:
 
 class Saves:
     """See the module's docstring. ``arena_paths(member)`` are where a rank's arenas would lie;
-    ``told`` hears of each outcome, on the group's thread."""
+    ``told`` hears of each outcome, ``stored`` of what is written here; on the group's thread."""
 
     def __init__(
         self,
@@ -100,13 +101,14 @@ class Saves:
         rules: Rules,
         arena_paths: Callable[[int], list[Path]],
         told: Callable[[Outcome], None],
+        stored: Callable[[int, Written], None] = lambda *_: None,
     ) -> None:
         self._group = group
         self._scribe = scribe
         self._root = root
         self._rules = rules
         self._arena_paths = arena_paths
-        self._told = told
+        self._told, self._stored = told, stored
         self.number = 0  # among the group's managers, once it is open
         self._view: tuple[int, ...] = ()
         self._mine: dict[int, _Mine] = {}
@@ -119,8 +121,8 @@ class Saves:
         self._attempts = 0
         self._since_full = 0
         self.base: int | None = None  # the newest committed version that is known
-        self.verified: int | None = None
-        self.sweeps = True  # whether older checkpoints may be removed
+        keep = rules.keep, rules.keep_every
+        self.upkeep = Upkeep(group, scribe, root, keep, lambda why: told(Outcome(0, None, why)))
 
     # -- for the manager ---------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class Saves:
 
     def restored(self, version: int) -> None:
         """All ranks hold this checkpoint now, read from storage: what follows is compared to it."""
-        self.base = self.verified = version
+        self.base = self.upkeep.verified = version
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -183,7 +185,10 @@ class Saves:
             return
         own = mine.capture is not None and mine.capture.share == share
         if own:
-            mine.part, mine.refused = (written.part if written else None), error
+            mine.refused = error
+            if written is not None:
+                mine.part = written.part
+                self._stored(version, written)
             self._offer(version)
         elif written is not None:
             self._send_part(version, written.origin, share, written.part)
@@ -236,8 +241,6 @@ class Saves:
             version=version,
             part=mine.part if mine is not None else None,
         )
-        if self._leads:  # after it, so that nobody waits for this
-            self._scribe.request("index", lambda *_: None, root=self._root, folder=folder)
 
     def _vote(self, version: int, found: str, history: str, error: str) -> None:
         if version in self._finished:
@@ -278,9 +281,8 @@ class Saves:
             self._gatherings.abandon(version, f"agreed on, but it can't be committed: {error}")
             return
         self._group.strike(order_of(version)[1], "published")
+        self.upkeep.after(version, sweep=self._gatherings.idle)
         self._tell_outcome(Outcome(version, summary), None)
-        if self.sweeps and self._gatherings.idle:
-            self._sweep(version)
 
     def _tell_outcome(self, outcome: Outcome, members: tuple[int, ...] | None) -> None:
         version, summary = outcome.version, outcome.summary
@@ -290,22 +292,6 @@ class Saves:
         else:
             body = {"version": version, "reason": outcome.reason, "skipped": outcome.skipped}
             self._tell("abandon", body, members)
-
-    def _sweep(self, version: int) -> None:
-        def swept(_: Any, error: str) -> None:
-            if error:
-                self._group.call(lambda: self._told(Outcome(0, None, f"cleaning up: {error}")))
-
-        self._scribe.request(
-            "sweep",
-            swept,
-            root=self._root,
-            generation=order_of(version)[0],
-            last=order_of(version),
-            keep=self._rules.keep,
-            keep_every=self._rules.keep_every,
-            verified=order_of(version if self.verified is None else self.verified),
-        )
 
     def _finish(self, outcome: Outcome) -> None:
         version, committed = outcome.version, outcome.summary is not None

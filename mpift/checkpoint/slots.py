@@ -15,6 +15,7 @@ from typing import Any
 
 from mpift import memory
 from mpift.checkpoint.group import Group, Seat
+from mpift.checkpoint.orders import Sealed, Written
 from mpift.checkpoint.ram import SLOTS, RamTier
 from mpift.checkpoint.saves import Capture
 from mpift.checkpoint.scribe import Scribe
@@ -135,6 +136,11 @@ class Slots:
         """The script's tensors are about to be written to."""
         self._snapshots.fence()
 
+    def stored(self, version: int, written: Written) -> None:
+        """A snapshot is on storage. From any thread."""
+        if written.digests:
+            self._snapshots.learn(version, written.digests)
+
     def seal(self, capture: Capture, then: Callable[[str], None]) -> None:
         """Let a snapshot count in memory, where there is a RAM tier; ``then`` gets the error, if
         there was one."""
@@ -142,7 +148,9 @@ class Slots:
             then("")
             return
 
-        def sealed(_: Any, error: str) -> None:
+        def sealed(result: Sealed | None, error: str) -> None:
+            if result is not None:
+                self._snapshots.learn(capture.version, result.digests)
             if error:
                 self.skip(capture.version)  # the others must not wait for it
             then(error)
@@ -156,8 +164,11 @@ class Slots:
             unix_time=time.time(),
         )
 
-    def free(self, version: int) -> None:
-        """What became of ``version`` is known. From any thread."""
+    def free(self, version: int, sound: bool = True) -> None:
+        """What became of ``version`` is known; not ``sound`` if that may be by what its arena held.
+        From any thread."""
+        if not sound:
+            self._snapshots.doubt()
         with self._news:
             self._busy.pop(version, None)
             self._news.notify_all()

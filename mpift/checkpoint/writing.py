@@ -20,19 +20,19 @@ import numpy as np
 from mpift.checkpoint import encoding, index, manifest, retention
 from mpift.checkpoint.arena import Arena, Contents
 from mpift.checkpoint.blockfile import write_blocks
-from mpift.checkpoint.blocks import Block, TensorSpec, digest
+from mpift.checkpoint.blocks import DIGEST_BYTES, Block, TensorSpec, digest
 from mpift.checkpoint.comparing import Committed, is_there
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
 from mpift.checkpoint.manifest import BlockFile, CommitRecord, Manifest, Stored
-from mpift.checkpoint.orders import Order, Summary, Written
+from mpift.checkpoint.orders import Order, Sealed, Summary, Written
 from mpift.checkpoint.part import Part, put_together
 from mpift.checkpoint.ram import part_path
 from mpift.errors import CheckpointDamagedError, CheckpointError
 
-_UP = "../.."  # from a checkpoint's folder to the directory
+_TRIED = 16  # blocks, before all are compared
 _MEASURED_BYTES_MIN = 4 << 20  # less says nothing about how fast storage is
-INDEX, MANIFEST, COMMIT = "index.h5", "manifest.json", "COMMIT"
+MANIFEST, COMMIT = "manifest.json", "COMMIT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class Workshop:
         self._arenas: dict[Path, Arena] = {}
         self._decoded = manifest.Decoded()
         self._directory: Directory | None = None
-        self._digests: tuple[int, list[str]] = (0, [])  # of the last sealed version
+        # Of the arena that was sealed last: which, its version, and the digests of its blocks.
+        self._sealed: tuple[Path, int, list[str]] = (Path(), 0, [])
         self._storage_rate = 0.0  # bytes a second, 0 as long as nothing was measured
 
     def remove_arenas(self) -> None:
@@ -72,9 +73,10 @@ class Workshop:
         """
         arena, contents = self._find(order)
         pieces = list(pieces_of(contents, arena.data, contents.ranges[:1]))
-        digests = self._known_digests(contents, pieces)
         base = self._load_base(order)
         old = Committed(base, order.root, order.compact_below) if base is not None else None
+        known = self._known_digests(arena, contents)
+        digests = known or _to_compare(pieces, old)
         stored = [
             old.same(p.name, p.spec, p.index, d) if old else None
             for p, d in zip(pieces, digests, strict=True)
@@ -104,7 +106,10 @@ class Workshop:
             None if base is None else base.step,
             (len(blocks), sum(place.stored_bytes for place in places), raw),
         )
-        return Written(part.origin, part.encode())
+        # Of an arena that also holds what is others' to write, only these.
+        everything = not known and len(contents.ranges) == 1
+        made = _joined([block.digest for block in complete]) if everything else b""
+        return Written(part.origin, part.encode(), made)
 
     def _find(self, order: Order) -> tuple[Arena, Contents]:
         for path in order.arenas:
@@ -146,10 +151,11 @@ class Workshop:
         rate = len(sample.data) / (time.perf_counter() - start)
         return rate * self._threads > self._storage_rate
 
-    def _known_digests(self, contents: Contents, pieces: Sequence[Piece]) -> list[str]:
-        version, digests = self._digests
-        if version != contents.version:
-            return [digest(piece.data, piece.spec.dtype) for piece in pieces]
+    def _known_digests(self, arena: Arena, contents: Contents) -> list[str]:
+        """Of the blocks to be written, if they came with the snapshot or were made to seal it."""
+        *sealed, digests = self._sealed
+        if sealed != [arena.path, contents.version]:
+            digests = _hexadecimal(arena.digests())
         own = sum(spec.block_count for spec in contents.own_specs)
         first, last = contents.ranges[0]
         return [*digests[: last - first], *digests[len(digests) - own :]]
@@ -172,12 +178,11 @@ class Workshop:
             self._directory = Directory(root, self._disk, self._decoded)
         return self._directory
 
-    def _manifest(self, folder: Path, announced: str | None = None) -> Manifest:
-        """What ``folder`` has now, and whether it is the one ``announced``."""
-        path = folder / MANIFEST
+    def _manifest(self, path: Path, announced: str) -> Manifest:
+        """What is there now, if it has the digest that was ``announced``."""
         data = _read(path)
         found = manifest.manifest_digest(data)
-        if announced not in (None, found):
+        if found != announced:
             raise CheckpointDamagedError(f"{path} is not the manifest that was announced")
         return self._decoded.take(data, found, str(path))
 
@@ -202,18 +207,11 @@ class Workshop:
         self._decoded.put(found, made)
         return folder, found
 
-    def index(self, root: Path, folder: str) -> None:
-        """Write the index for readers without mpift, while the ranks vote; ``publish`` does it if
-        nobody has."""
-        place = root / "steps" / folder
-        made = self._manifest(place)
-        index.write_index(self._disk, place / INDEX, made, _UP)
-
     def check(self, root: Path, folder: str, found: str, version: int, part: bytes | None) -> None:
         """Raises ``CheckpointError`` unless the manifest of ``version`` in ``folder`` has the
         digest ``found``, and what this rank has stored is in it as it was."""
         path = root / "steps" / folder / MANIFEST
-        made = self._manifest(path.parent, found)
+        made = self._manifest(path, found)
         if manifest.version_of(made.order) != version:
             raise CheckpointError(f"{path} is of step {made.step}, not of the one announced")
         if part is not None:
@@ -224,9 +222,7 @@ class Workshop:
         """Let the checkpoint exist: the decision is the COMMIT file that this makes, unless another
         rank has made the same. ``folder`` may be empty where its name has not come through."""
         place = root / "steps" / (folder or _folder_of(root, found))
-        made = self._manifest(place, found)
-        if not (place / INDEX).exists():
-            index.write_index(self._disk, place / INDEX, made, _UP)
+        made = self._manifest(place / MANIFEST, found)
         _require_files(root, made)
         order = manifest.order_of(version)
         record = CommitRecord(order[1], order, found).encode()
@@ -246,21 +242,27 @@ class Workshop:
             made.new_bytes,
         )
 
+    def index(self, root: Path) -> None:
+        """Write the index for readers without mpift: that of the checkpoint just published, and any
+        that a job did not come to when it ended."""
+        index.write_missing(self._open(root))
+
     def sweep(self, root: Path, **rules: Any) -> retention.Swept:
         """Remove what nobody needs any more (``retention.sweep``)."""
         return retention.sweep(self._open(root), **rules)
 
     # -- the RAM tier ------------------------------------------------------------------------------
 
-    def seal(self, slot: Path, path: Path, job_name: str, unix_time: float) -> bool:
-        """Let this rank's arena count as part of a checkpoint in memory; returns whether this was
-        the last that was missing. Its files need no syncing: they don't outlast the memory."""
+    def seal(self, slot: Path, path: Path, job_name: str, unix_time: float) -> Sealed | None:
+        """Let this rank's arena count as part of a checkpoint in memory; None if it holds nothing.
+        Its files need no syncing: they don't outlast the memory."""
         arena = self._map(path)
         contents = arena.contents()
         if contents is None:
-            return False
+            return None
         pieces = list(pieces_of(contents, arena.data, contents.ranges))
-        digests = [digest(piece.data, piece.spec.dtype) for piece in pieces]
+        digests = _hexadecimal(arena.digests())
+        digests = digests or [digest(piece.data, piece.spec.dtype) for piece in pieces]
         offset = arena.path.stat().st_size - arena.capacity
         file = BlockFile(arena.path.name, offset + arena.capacity)
         stored = []
@@ -268,15 +270,16 @@ class Workshop:
             stored.append(Stored(file.name, "", 0, offset, len(piece.data), found))
             offset += len(piece.data)
         if arena.version != contents.version:
-            return False
-        self._digests = (contents.version, digests)
+            return None
+        self._sealed = (arena.path, contents.version, digests)
         own = sum(spec.block_count for spec in contents.own_specs)
         shared = len(stored) - own
         part = Part.of(contents, contents.ranges, stored[:shared], stored[shared:], [file])
         memory = MemoryDisk()
         member = contents.origin.owners[contents.share]
         publish(memory, part_path(slot, member), part.encode())
-        return _seal_whole(memory, slot, contents, job_name, unix_time)
+        whole = _seal_whole(memory, slot, contents, job_name, unix_time)
+        return Sealed(whole, _joined(digests))
 
 
 def _seal_whole(
@@ -292,6 +295,26 @@ def _seal_whole(
     record = CommitRecord(made.step, made.order, manifest.manifest_digest(data))
     publish(memory, slot / COMMIT, record.encode())
     return True
+
+
+def _to_compare(pieces: Sequence[Piece], old: Committed | None) -> list[str]:
+    """The digests of the blocks; or empty ones, which are made while they are written, if there is
+    nothing to compare with, or all seem to be new: some that are not are stored again then."""
+    tried = pieces[:: max(1, len(pieces) // _TRIED)]
+    if old is None or not any(
+        old.same(p.name, p.spec, p.index, digest(p.data, p.spec.dtype)) for p in tried
+    ):
+        return [""] * len(pieces)
+    return [digest(piece.data, piece.spec.dtype) for piece in pieces]
+
+
+def _hexadecimal(digests: bytes) -> list[str]:
+    text, size = digests.hex(), 2 * DIGEST_BYTES
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def _joined(digests: Sequence[str]) -> bytes:
+    return bytes.fromhex("".join(digests))
 
 
 def pieces_of(

@@ -1,7 +1,7 @@
 """``mpift ckpt``: look into a directory of checkpoints, check it, copy out of it, clean it up.
 
-Everything but ``gc`` and ``import`` leaves the directory as it is. Damage ends a command with exit
-code 5, whatever else it found.
+Everything but ``gc``, ``import`` and ``index`` leaves the directory as it is. Damage ends a command
+with exit code 5, whatever else it found.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -99,7 +99,7 @@ def verify(
 
     Exits with 5 if anything is.
     """
-    from mpift.checkpoint.directory import Directory
+    from mpift.checkpoint.directory import INDEX, Directory
     from mpift.cli.ckpt_tables import verdicts
 
     _check_writable(json_file)
@@ -118,12 +118,13 @@ def verify(
                 "step": item.step,
                 "generation": item.order[0],
                 "folder": str(item.folder),
+                "index": (item.folder / INDEX).is_file(),
                 "damage": _damage(found, item),
             }
             for item in chosen
         ]
     results += [
-        {"step": None, "generation": None, "folder": str(folder), "damage": [reason]}
+        {"step": None, "generation": None, "folder": str(folder), "index": None, "damage": [reason]}
         for folder, reason in unknown
     ]
     _show(verdicts(results), {"checkpoints": results}, json_file)
@@ -268,6 +269,23 @@ def gc(
     _show(sweep_lines(swept, dry_run), {**asdict(swept), "dry_run": dry_run}, json_file)
 
 
+@app.command()
+def index(directory: Dir, json_file: JsonFile = None) -> None:
+    """Write index.h5 where it is missing, for programs that read HDF5 without mpift.
+
+    A job writes it right after COMMIT, and the next job does if that one ended in between.
+    """
+    from mpift.checkpoint.directory import Directory
+    from mpift.checkpoint.index import write_missing
+
+    _check_writable(json_file)
+    found = Directory(directory)
+    with _told(), found.reading():
+        written = [str(path) for path in write_missing(found)]
+    lines = [f"wrote {path}" for path in written] or ["no index is missing"]
+    _show(lines, {"written": written}, json_file)
+
+
 # -- what the commands share -----------------------------------------------------------------------
 
 
@@ -337,7 +355,7 @@ def _check_writable(path: Path | None) -> None:
         raise typer.BadParameter(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def _show(shown: list[RenderableType], figures: dict[str, Any], json_file: Path | None) -> None:
+def _show(shown: Sequence[RenderableType], figures: dict[str, Any], json_file: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -109,6 +109,8 @@ def verdicts(results: Iterable[dict[str, Any]]) -> list[RenderableType]:
         name = result["folder"] if step is None else f"step {step}"
         if not result["damage"]:
             lines.append(Text(f"{name}: every digest is right", style="green"))
+            if not result["index"]:
+                lines.append(f"{name} has no index.h5 for plain HDF5: mpift ckpt index writes it")
         lines += [_damaged(f"{name}: {damage}") for damage in result["damage"]]
     return lines
 

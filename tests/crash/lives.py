@@ -124,7 +124,9 @@ class Job:
             self._base,
             encode=False,
         )
-        return Part.decode(self._workshops[member].write(order).part)
+        written = self._workshops[member].write(order)
+        self._snapshots[member].learn(order.version, written.digests)
+        return Part.decode(written.part)
 
     def publish(self, step: int, parts: list[Part]) -> None:
         """Assemble them, let both ranks check, commit."""
@@ -135,6 +137,7 @@ class Job:
             self._workshops[member].check(self._root, folder, found, version, part)
         self._workshops[0].publish(self._root, folder, found, version)
         self._oracle.acknowledged.append((self._generation, step))
+        self._workshops[0].index(self._root)
         self._base = version
 
     def sweep(self, step: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpift.checkpoint.directory import Directory
+from mpift.checkpoint.directory import INDEX, Directory
 from mpift.checkpoint.retention import collect
 from mpift.testing.disks import TORN, CrashingDisk, Stopped
 from tests.crash.lives import Job, Oracle, check, leftovers, reboot
@@ -73,6 +73,8 @@ def next_job_works(scene: Scene, root: Path) -> None:
     job.close()
     assert check(root, oracle) == oracle.acknowledged[-1]
     assert leftovers(root) == []
+    # Also where the job before it ended between a COMMIT and its index.
+    assert all((found.folder / INDEX).exists() for found in Directory(root).committed())
 
 
 def look_at_moments(scene: Scene, disk: Watched, every: int, torn: str = "") -> list[str]:
@@ -113,7 +115,8 @@ def test_after_a_crash_at_any_moment_the_last_saved_step_is_there(tmp_path: Path
     job.close()
     assert scene.oracle.acknowledged == [(1, 1), (1, 2), (1, 3)]
     assert len(moments) > 60
-    assert {"block_file_synced", "manifest_written", "before_commit", "committed"} < set(moments)
+    named = {"block_file_synced", "manifest_written", "before_commit", "committed", "index_written"}
+    assert named < set(moments)
 
 
 def test_saves_and_sweeps_may_overlap(tmp_path: Path) -> None:

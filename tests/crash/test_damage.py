@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mpift.checkpoint.directory import Directory
+from mpift.checkpoint.index import write_missing
 from mpift.checkpoint.manifest import CommitRecord, manifest_digest
 from mpift.errors import CheckpointDamagedError, CheckpointError
 from tests.crash.scenes import Training, manager, restored_from, same, told
@@ -180,12 +181,17 @@ def test_a_damaged_header_of_hdf5_is_found_and_harms_no_restore(copied: Whole) -
         Directory(root).check(Directory(root).find(3), thorough=True)
 
 
-def test_a_missing_index_is_found_and_harms_no_restore(copied: Whole) -> None:
+def test_a_missing_index_is_no_damage_and_is_written_anew(copied: Whole) -> None:
     root, training = copied
-    (folder(root, 3) / "index.h5").unlink()
+    index = folder(root, 3) / "index.h5"
+    before = index.read_bytes()
+    index.unlink()
     assert training.require(restored_from(root)) == 3
-    (problem,) = Directory(root).damage(Directory(root).find(3))
-    assert "index.h5 is missing" in problem
+    directory = Directory(root)
+    assert list(directory.damage(directory.find(3))) == []
+    assert write_missing(directory) == [index]
+    assert index.read_bytes() == before
+    assert write_missing(directory) == []
 
 
 def test_without_commit_it_is_no_checkpoint_and_no_damage(copied: Whole) -> None:

@@ -1,0 +1,111 @@
+"""From a rank's tensors into its arena: everything, or what differs from what lies there already.
+
+Making a block's digest reads it once, copying it reads and writes: where most blocks are as they
+were at the snapshot before (frozen layers, rows of embeddings that no batch had), digests first
+hold training for less, and the writer needs to make none. Where most have changed, as in dense
+training, it would hold training twice as long: so a few blocks are tried first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mpift.checkpoint.blocks import DIGEST_BYTES, digest_bytes
+from mpift.checkpoint.share import Piece, Share, runs
+from mpift.checkpoint.state import Flat, as_bytes
+from mpift.devices import staging
+from mpift.errors import DeviceError
+
+_TRIED = 8  # blocks
+_CHANGED_MAX = 3  # of these
+
+
+class Copying:
+    """One copy of a rank's ``share`` of ``flat`` to ``data``, uint8[share.size_bytes]."""
+
+    def __init__(self, flat: Flat, share: Share, data: np.ndarray) -> None:
+        self._shared = tuple(flat.shared_tensors.values())
+        self._own = tuple(flat.own_tensors.values())
+        self._tensors = (*self._shared, *self._own)
+        self._specs = [flat.specs[n] for n in (*flat.shared_tensors, *flat.own_tensors)]
+        self._share = share
+        self._data = data
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    def would_find_most(self, held: bytes, start: int) -> bool:
+        """Whether most blocks have the digests ``held`` (all blocks', in order), as far as a few of
+        them tell, from the ``start``-th on. On a device they are not looked at."""
+        if any(tensor.device.type != "cpu" for tensor in self._tensors):
+            return False
+        blocks = list(self._blocks())
+        step = max(1, len(blocks) // _TRIED)
+        changed = 0
+        for number in range(start % step, len(blocks), step):
+            tensor, piece = blocks[number]
+            changed += self._digest(tensor, piece, self._bytes(tensor)) != _entry(held, number)
+            if changed > _CHANGED_MAX:
+                return False
+        return True
+
+    def differing(self, held: bytes) -> bytes:
+        """Copy the blocks that have other digests than those ``held``; the digests of all."""
+        found: list[bytes] = []
+        last, data = -1, np.empty(0, np.uint8)
+        for number, (tensor, piece) in enumerate(self._blocks()):
+            if tensor != last:
+                last, data = tensor, self._bytes(tensor)
+            found.append(self._digest(tensor, piece, data))
+            if found[-1] != _entry(held, number):
+                np.copyto(self._target(piece), data[piece.start : piece.stop])
+        return b"".join(found)
+
+    def _blocks(self) -> Iterator[tuple[int, Piece]]:
+        """Each with its tensor's number among all."""
+        yield from ((piece.tensor, piece) for piece in self._share.shared)
+        yield from ((len(self._shared) + piece.tensor, piece) for piece in self._share.own)
+
+    def _bytes(self, tensor: int) -> np.ndarray:
+        return as_bytes(self._tensors[tensor])
+
+    def _digest(self, tensor: int, piece: Piece, data: np.ndarray) -> bytes:
+        return digest_bytes(data[piece.start : piece.stop], self._specs[tensor].dtype)
+
+    def _target(self, piece: Piece) -> np.ndarray:
+        return self._data[piece.offset : piece.offset + piece.stop - piece.start]
+
+    # -- everything --------------------------------------------------------------------------------
+
+    def everything(self, devices: staging.Staging) -> Callable[[], None] | None:
+        """Copy all; what comes from a device is only begun, and what is returned waits for it."""
+        on_device = list(self._copied(self._shared, runs(self._share.shared)))
+        may_change = list(self._copied(self._own, runs(self._share.own)))
+        if not on_device and not may_change:
+            return None
+        try:
+            kept = [replace(piece, tensor=piece.tensor.detach().clone()) for piece in may_change]
+            return devices.begin([*on_device, *kept])
+        except RuntimeError as error:  # what torch makes of a device's fault, and of no memory
+            raise DeviceError(f"a device could not be read: {error}") from error
+
+    def _copied(
+        self, tensors: Sequence[torch.Tensor], pieces: Iterable[Piece]
+    ) -> Iterator[staging.Piece]:
+        """Copies what is in host memory; gives what is on a device."""
+        last, data = -1, np.empty(0, np.uint8)
+        for piece in pieces:
+            tensor, target = tensors[piece.tensor], self._target(piece)
+            if tensor.device.type != "cpu":
+                yield staging.Piece(tensor, piece.start, piece.stop, target)
+                continue
+            if piece.tensor != last:
+                last, data = piece.tensor, as_bytes(tensor)
+            np.copyto(target, data[piece.start : piece.stop])
+
+
+def _entry(digests: bytes, number: int) -> bytes:
+    return digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
