@@ -23,7 +23,7 @@ from mpift.checkpoint.state import as_bytes
 from mpift.errors import CheckpointDamagedError, CheckpointError
 
 # What is hashed, read and copied before the next is begun: bounds the host memory for devices.
-_SAMPLE = 12  # blocks
+_SAMPLE = 6  # blocks
 WINDOW_BYTES = 256 << 20
 
 

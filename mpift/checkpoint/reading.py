@@ -8,7 +8,6 @@ another's place is refused with the tensor, the block and the file, and never pa
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
@@ -142,11 +141,15 @@ class Reader:
         buffers = [np.empty(stored.stored_bytes, np.uint8)] if encoded else [job[3] for job in run]
         found = None
         try:
-            with self._descriptor(stored.file, path) as descriptor:
+            file = self._use(stored.file, path)
+            try:
                 if not encoded and out.nbytes > RUN_BYTES:
-                    got, found = _read_in_pieces(descriptor, stored, spec, out)
+                    got, found = _read_in_pieces(file.descriptor, stored, spec, out)
                 else:
-                    got = _fill(descriptor, buffers, stored.offset)
+                    got = _fill(file.descriptor, buffers, stored.offset)
+            finally:
+                with self._lock:
+                    file.users -= 1
         except OSError as error:
             raise _unreadable(error, path, f"{spec.name}, block {index}") from None
         for job, buffer in zip(run, buffers, strict=True):
@@ -164,8 +167,8 @@ class Reader:
             if after is not None:
                 after()
 
-    @contextlib.contextmanager
-    def _descriptor(self, name: str, path: str) -> Iterator[int]:
+    def _use(self, name: str, path: str) -> _OpenFile:
+        """A file that is not closed before it has no ``users`` any more."""
         with self._lock:
             file = self._open.get(name)
             if file is None:
@@ -175,11 +178,7 @@ class Reader:
             file.users += 1
             if len(self._open) > self._open_files_max:
                 self._close_surplus()
-        try:
-            yield file.descriptor
-        finally:
-            with self._lock:
-                file.users -= 1
+        return file
 
     def _close_surplus(self) -> None:
         surplus = len(self._open) - self._open_files_max
