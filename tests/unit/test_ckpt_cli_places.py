@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from mpift.checkpoint.directory import INDEX
 from mpift.errors import CheckpointError
 from tests.unit.checkpoints import arrays, save
-from tests.unit.test_ckpt_cli import call
+from tests.unit.test_ckpt_cli import call, figures
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)], ids=["", "dry run"])
@@ -45,3 +46,20 @@ def test_a_log_is_wide_enough_for_what_is_in_it(
         "a_tensor_with_a_name_that_is_longer_than_most_of_them_are"
         in call("show", str(tmp_path))[1]
     )
+
+
+def test_an_index_that_is_missing_is_told_and_written(tmp_path: Path) -> None:
+    saved = save(tmp_path, 7, arrays(1, trunk=100))
+    index = saved.committed.folder / INDEX
+    before = index.read_bytes()
+    assert "index" not in call("verify", str(tmp_path))[1]
+    index.unlink()
+    code, text = call("verify", str(tmp_path))
+    assert code == 0
+    assert "step 7 has no index.h5 for plain HDF5: mpift ckpt index writes it" in text
+    (result,) = figures("verify", str(tmp_path))["checkpoints"]
+    assert (result["index"], result["damage"]) == (False, [])
+    assert f"wrote {index}" in call("index", str(tmp_path))[1]
+    assert index.read_bytes() == before
+    assert "no index is missing" in call("index", str(tmp_path))[1]
+    assert figures("index", str(tmp_path)) == {"written": []}

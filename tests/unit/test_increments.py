@@ -1,0 +1,174 @@
+"""What a save stores of a state that hardly changes, or changes all over; and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+
+from mpift.checkpoint import CheckpointManager
+from mpift.checkpoint.arena import Arena
+from mpift.checkpoint.blocks import SPARSE_BLOCK_BYTES, digest
+from mpift.checkpoint.directory import INDEX, Directory
+from mpift.checkpoint.durable import Disk
+from mpift.checkpoint.manifest import Manifest
+from mpift.checkpoint.orders import Order
+from mpift.checkpoint.part import Part
+from mpift.checkpoint.writing import Workshop, pieces_of
+from mpift.errors import CheckpointError
+from tests.unit.fake_savers import Crew, version
+from tests.unit.test_slots_ram import Neighbour
+
+ROWS = 64  # one block each
+
+
+class Training:
+    """A table of which a step changes some rows."""
+
+    def __init__(self) -> None:
+        table = torch.nn.Embedding(ROWS, SPARSE_BLOCK_BYTES // 4).requires_grad_(False)
+        table.weight.zero_()
+        self.table = table
+        self.state: dict[str, Any] = {"table": table}
+
+    def change(self, rows: range, value: float) -> torch.Tensor:
+        """Returns what the table is then."""
+        for row in rows:
+            self.table.weight[row, 5] = value
+        return self.table.weight.clone()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def manager(directory: Path) -> Iterator[CheckpointManager]:
+    made = CheckpointManager(directory, keep=9, full_every=3, encode=False)
+    yield made
+    made._news.failure = ""
+    made.close()
+
+
+def manifest_of(directory: Path, step: int) -> Manifest:
+    found = Directory(directory)
+    return found.manifest(found.find(step))
+
+
+def test_of_a_state_that_hardly_changes_only_that_is_stored(
+    manager: CheckpointManager, directory: Path
+) -> None:
+    training = Training()
+    wanted = {}
+    for step in range(1, 4):
+        wanted[step] = training.change(range(step, step + 2), float(step))
+        assert manager.save(step, training.state, wait=True)
+    assert manifest_of(directory, 1).new_blocks > ROWS
+    for step in (2, 3):
+        # Two rows, and the generators' states at most.
+        assert 2 <= manifest_of(directory, step).new_blocks < 8
+        restored = manager.restore(step)
+        assert restored is not None
+        assert torch.equal(restored.values["table"]["weight"], wanted[step])
+
+
+def test_where_all_seems_to_be_new_all_is_stored_and_the_next_save_compares_again(
+    manager: CheckpointManager, directory: Path
+) -> None:
+    training = Training()
+    assert manager.save(1, training.state, wait=True)
+    # All but one row, which is not among those that are tried.
+    training.change(range(1), 1.0)
+    wanted = training.change(range(2, ROWS), 1.0)
+    assert manager.save(2, training.state, wait=True)
+    assert manifest_of(directory, 2).new_blocks >= ROWS - 1
+    training.change(range(1, 2), 1.0)
+    assert manager.save(3, training.state, wait=True)
+    assert manifest_of(directory, 3).new_blocks < 8
+    restored = manager.restore(2)
+    assert restored is not None
+    assert torch.equal(restored.values["table"]["weight"], wanted)
+
+
+def test_memory_that_was_damaged_meanwhile_costs_one_save_and_reaches_no_checkpoint(
+    manager: CheckpointManager, directory: Path
+) -> None:
+    training = Training()
+    for step in (1, 2):
+        training.change(range(step, step + 1), 1.0)
+        assert manager.save(step, training.state, wait=True)
+    arena = Arena.open(manager._slots.path(0, 0))
+    arena.data[10 * SPARSE_BLOCK_BYTES] ^= 1  # of a row that stays as it is, and isn't copied again
+    wanted = training.change(range(3, 4), 1.0)
+    assert manager.save(3, training.state, wait=True)
+    training.change(range(4, 5), 1.0)
+    with pytest.raises(CheckpointError, match="reads back other than it was written"):
+        manager.save(4, training.state, wait=True)  # the first that is written whole
+    assert manager.committed_step == 3
+    newest = training.change(range(5, 6), 1.0)
+    assert manager.save(5, training.state, wait=True)
+    for step, expected in ((3, wanted), (5, newest)):
+        restored = manager.restore(step)
+        assert restored is not None
+        assert torch.equal(restored.values["table"]["weight"], expected)
+    assert list(Directory(directory).damage(Directory(directory).find(5))) == []
+
+
+def test_who_waits_for_a_save_finds_its_index(manager: CheckpointManager, directory: Path) -> None:
+    training = Training()
+    for step in range(1, 6):
+        training.change(range(step, step + 1), float(step))
+        assert manager.save(step, training.state, wait=True)
+        with h5py.File(directory / "steps" / f"{step:010d}" / INDEX) as file:
+            assert file["table/weight"][step, 5] == step
+
+
+def test_a_share_is_taken_over_by_what_its_own_arena_holds(tmp_path: Path) -> None:
+    """Not by the digests that were made of another arena, to seal that one of the same version."""
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    Directory(root).prepare()
+    crew = Crew(2)
+    ranks = [Neighbour(crew, member, root, tmp_path) for member in (0, 1)]
+    assert all(rank.snapshot(1) for rank in ranks)
+    workshop: Workshop = ranks[0].writer.workshop
+    _, slot = ranks[0].ram.newest()
+    for member, rank in enumerate(ranks):
+        path = rank.slots.path(member, slot)
+        name = f"0000000001-w0-e0-a{member}-g1.h5"
+        part = Part.decode(workshop.write(Order(root, (path,), version(1), name, None)).part)
+        arena = Arena.open(path)
+        contents = arena.contents()
+        assert contents is not None
+        assert part.share == contents.share == member
+        pieces = pieces_of(contents, arena.data, contents.ranges[:1])
+        found = [block.digest for block in (*part.shared, *part.own)]
+        assert found == [digest(piece.data, piece.spec.dtype) for piece in pieces]
+    for rank in ranks:
+        rank.slots.close(keep=False)
+
+
+def test_what_no_snapshot_told_is_found_out_by_the_writer(tmp_path: Path) -> None:
+    """An arena without digests, and nothing to compare with: they are made while it is written."""
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    Directory(root).prepare()
+    rank = Neighbour(Crew(1), 0, root, tmp_path)
+    assert rank.snapshot(1)
+    _, slot = rank.ram.newest()
+    path = rank.slots.path(0, slot)
+    assert Arena.open(path).digests() == b""
+    for number, encode in enumerate((False, True)):
+        name = f"0000000001-w0-e0-a{number}-g1.h5"
+        order = Order(root, (path,), version(1), name, None, encode=encode)
+        written = Workshop(Disk(), 1).write(order)
+        part = Part.decode(written.part)
+        made = [block.digest for block in (*part.shared, *part.own)]
+        assert all(made)
+        assert written.digests.hex() == "".join(made)
+    rank.slots.close(keep=False)
