@@ -118,13 +118,11 @@ class Display:
 
 
 def status_text(story: Story) -> str:
-    """Step, values, ranks and the last thing that happened, in one line."""
+    """Step, values and ranks in one line. What happens is not in it: each notice has its own."""
     step = story.values.get("step", story.step)
     parts = [f"step {step}"] if step != -1 else []
     parts.append(f"{story.size} of {story.ranks} ranks")
     parts += [f"{name} {_plain(value)}" for name, value in story.values.items() if name != "step"]
-    if story.last_notice:
-        parts.append(story.last_notice)
     return " | ".join(parts)
 
 

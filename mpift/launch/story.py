@@ -104,7 +104,6 @@ class Story:
         self.values: dict[str, Any] = {}
         self.stop: events.JobStopped | None = None
         self.aborted: int | None = None  # the member that called MPI_Abort first
-        self.last_notice = ""
         self._views: dict[int, events.ViewChanged] = {}
         self._first_step: dict[int, float] = {}  # by epoch
         self._told_recoveries = 0
@@ -134,10 +133,7 @@ class Story:
 
     def handle(self, event: events.Event) -> list[Notice]:
         """Take the event in; returns what is worth a line."""
-        notices = [*self._record(event), *self._recovered()]
-        if notices:
-            self.last_notice = notices[-1].text
-        return notices
+        return [*self._record(event), *self._recovered()]
 
     def _record(self, event: events.Event) -> list[Notice]:
         member = self.member(event.member)
