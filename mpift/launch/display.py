@@ -1,9 +1,10 @@
 """What the user sees of a job: the ranks' output, one line of status, notices, a table at the end.
 
-The rules: ranks' output is passed on byte for byte, behind its rank; the launcher itself speaks on
-stderr, so that a pipe from stdout carries the ranks' output alone. Only where stdout is a terminal
-a status line stays at its bottom and the table goes there too; elsewhere status is a plain line
-now and then. Quiet leaves output, warnings and errors.
+The rules: ranks' output is passed on byte for byte, behind its rank, but for tracebacks that
+several ranks end with alike (see ``tracebacks``); files get all of it. The launcher itself speaks
+on stderr, so that a pipe from stdout carries the ranks' output alone. Only where stdout is a
+terminal a status line stays at its bottom and the table goes there too; elsewhere status is a plain
+line now and then. Quiet leaves output, warnings and errors.
 
 The status line is drawn by hand: a console library would have to parse and re-render all that the
 ranks print, at a hundred times the cost of passing it on.
@@ -48,8 +49,11 @@ class Display:
     # -- lines ---------------------------------------------------------------------------------
 
     def output(self, item: Output) -> None:
-        """A rank's line."""
+        """Show a rank's line."""
         self._write(item.stream, b"[%d] %s\n" % (item.member, item.text))
+
+    def keep(self, item: Output) -> None:
+        """Write a rank's line to its file, if there are files; shown or not, each has its own."""
         if self._files is not None:
             self._files.write(item)
 

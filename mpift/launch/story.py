@@ -24,10 +24,12 @@ _TEXT_CHARS_MAX = 300
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One line for the user; a ``warning`` is shown even to those who want quiet."""
+    """One line for the user; a ``warning`` is shown even to those who want quiet. ``ended``: the
+    rank whose bad end it tells, if it does."""
 
     text: str
     warning: bool = False
+    ended: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ class Story:
         else:
             member.stopped = event
         if not isinstance(event, events.JobStopped):
-            return [Notice(_ends(self.failure(event.member)), warning=True)]
+            return [_ends(self.failure(event.member))]
         if self.stop is None or event.time < self.stop.time:
             self.stop = event
         return [Notice(f"rank {event.member} stops the job: {event.reason}", warning=True)]
@@ -241,7 +243,7 @@ class Story:
         member.ended = event
         if event.exit_code == 0 or told:
             return []
-        return [Notice(_ends(self.failure(event.member)), warning=True)]
+        return [_ends(self.failure(event.member))]
 
     def _recovered(self) -> list[Notice]:
         done = [r for r in self.recoveries() if r.seconds is not None]
@@ -344,8 +346,8 @@ class Story:
 # -- words -------------------------------------------------------------------------------------
 
 
-def _ends(failure: Failure) -> str:
-    return f"{failure.where} failed: {failure.reason}"
+def _ends(failure: Failure) -> Notice:
+    return Notice(f"{failure.where} failed: {failure.reason}", warning=True, ended=failure.rank)
 
 
 def _reason(member: Member) -> str:

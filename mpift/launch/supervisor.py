@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,6 +31,7 @@ from mpift.launch.command import CommandLine
 from mpift.launch.display import Display
 from mpift.launch.story import Notice, Story
 from mpift.launch.streams import Aborted, Item, Output, Splitter, Words
+from mpift.launch.tracebacks import Tracebacks
 from mpift.launch.verdict import Ending
 
 STOP_SECONDS = 5.0  # for an orderly end after the first signal
@@ -47,6 +48,8 @@ _READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+# After these a rank has said all that it had to say, or will have in a moment.
+_ENDS = (events.RankFailed, events.RankStopped, events.JobStopped, events.ProcessEnded)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,6 +63,7 @@ class Supervisor:
         self._line = line
         self._story = story
         self._display = display
+        self._tracebacks = Tracebacks()
         self._splitters = {name: Splitter(hide_noise) for name in ("stdout", "stderr")}
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []  # received, not yet acted on
@@ -82,7 +86,8 @@ class Supervisor:
             finally:
                 self._clean_up(process)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        return Ending(0 if self._gave_up_waiting else code, self._ended_by)
+        mpirun_code = 0 if self._gave_up_waiting else code
+        return Ending(mpirun_code, self._ended_by, self._tracebacks.latest)
 
     # -- starting ------------------------------------------------------------------------------
 
@@ -164,6 +169,8 @@ class Supervisor:
                     os.read(key.fd, _READ_BYTES)
         while self._signals:
             self._act_on(self._signals.pop(0), process)
+        self._show(self._tracebacks.due(time.monotonic()))
+        self._tell_repeats()
         self._keep_time(process)
         if not self._ending:
             self._display.status(self._story)
@@ -184,20 +191,37 @@ class Supervisor:
         for item in items:
             match item:
                 case Output():
-                    self._display.output(item)
+                    self._display.keep(item)
+                    self._show(self._tracebacks.take(item, time.monotonic()))
                     if item.stream == "stderr":
                         self._story.hear(item.member, item.text.decode("utf-8", "replace"))
                 case Words(text):
                     self._display.words(text, stream)
                 case Aborted(member):
                     self._tell(self._story.abort(member))
-                case _ if not self._ending:  # how we ended a rank tells nothing about the job
-                    self._tell(self._story.handle(item))
+                case _:
+                    self._follow(item)
         self._display.flush()
+
+    def _follow(self, event: events.Event) -> None:
+        if isinstance(event, _ENDS):
+            self._show(self._tracebacks.ended(event.member, time.monotonic()))
+        if not self._ending:  # how we ended a rank tells nothing about the job
+            self._tell(self._story.handle(event))
+
+    def _show(self, lines: Sequence[Output]) -> None:
+        for line in lines:
+            self._display.output(line)
 
     def _tell(self, notices: list[Notice]) -> None:
         for notice in notices:
-            self._display.notice(notice)
+            # Those that end with another's traceback are told of together.
+            if notice.ended is None or not self._tracebacks.repeats(notice.ended):
+                self._display.notice(notice)
+
+    def _tell_repeats(self, now: float | None = None) -> None:
+        for text in self._tracebacks.news(time.monotonic() if now is None else now):
+            self._display.notice(Notice(text, warning=True))
 
     def _drain(self) -> None:
         """Take in what mpirun left in its pipes. No end is awaited: others may hold them open."""
@@ -206,6 +230,8 @@ class Supervisor:
                 pass
         for name, splitter in self._splitters.items():
             self._take(name, splitter.finish())
+        self._show(self._tracebacks.finish(time.monotonic()))
+        self._tell_repeats(now=float("inf"))
 
     # -- ending --------------------------------------------------------------------------------
 

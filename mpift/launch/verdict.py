@@ -33,10 +33,12 @@ _DIGITS = 4  # of seconds in the summary
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How it came to an end: mpirun's code, and the signal that the launcher got, if any."""
+    """How it came to an end: mpirun's code, the signal that the launcher got, if any, and the
+    tracebacks that the user saw last, just above the verdict."""
 
     mpirun_code: int
     signal: int | None = None
+    tracebacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,10 @@ def _judge(
         stop = story.stop
         code = stop_code(stop)
         first = f"the job stopped with code {code}: {stop.reason} (rank {stop.member})"
-        return code, [first, *_causes(_seen(failures))]
+        return code, [first, *_causes(_seen(failures), ending)]
     if story.aborted is not None:
         first = f"rank {story.aborted} aborted the job (MPI_Abort)"
-        return ExitCode.SCRIPT_FAILED, [first, *_causes(_seen(failures))]
+        return ExitCode.SCRIPT_FAILED, [first, *_causes(_seen(failures), ending)]
     real = [failure for failure in failures if not failure.injected]
     if len(failures) == len(story.members):
         stops = [member.stopped for member in story.members.values() if member.stopped]
@@ -89,7 +91,7 @@ def _judge(
         return code, _all_failed(failures, ending)
     if ending.mpirun_code:
         first = f"mpirun ended the job with code {ending.mpirun_code}"
-        return ExitCode.SCRIPT_FAILED, [first, *_causes(_seen(real))]
+        return ExitCode.SCRIPT_FAILED, [first, *_causes(_seen(real), ending)]
     code = ExitCode.SCRIPT_FAILED if strict and real else ExitCode.OK
     return code, _warnings(real, strict)
 
@@ -105,16 +107,20 @@ def _all_failed(failures: Sequence[Failure], ending: Ending) -> list[str]:
             + (": what it said is above" if code else "; were they on a node that was lost?")
         ]
     many = f"all {len(failures)} ranks failed" if len(failures) > 1 else "the only rank failed"
-    return [f"{many}:", *_causes(failures)]
+    return [f"{many}:", *_causes(failures, ending)]
 
 
-def _causes(failures: Sequence[Failure]) -> list[str]:
-    """The first with its traceback, and then the others in groups."""
+def _causes(failures: Sequence[Failure], ending: Ending) -> list[str]:
+    """The first with its traceback, unless that is just above, and then the others in groups."""
     if not failures:
         return []
     first, *others = failures
     lines = [f"first, {first.where}: {first.reason}"]
-    if first.traceback:
+    # Where an event had no room for all of it, dots stand for its beginning.
+    end = first.traceback.removeprefix("...")
+    if end and any(shown.endswith(end) for shown in ending.tracebacks):
+        lines.append("  (its traceback is above)")
+    elif end:
         lines.append(textwrap.indent(first.traceback, "  "))
     groups: dict[str, list[int]] = {}
     for failure in others:
@@ -128,10 +134,14 @@ def _causes(failures: Sequence[Failure]) -> list[str]:
 def _warnings(failures: Sequence[Failure], strict: bool) -> list[str]:
     kind = "failed, and --strict forbids that" if strict else "warning"
     lines = []
+    told: dict[str, int] = {}
     for failure in failures:
         lines.append(f"{kind}: {failure.where} failed: {failure.reason}")
-        if failure.traceback:
+        first = told.setdefault(failure.traceback, failure.rank)
+        if failure.traceback and first == failure.rank:
             lines.append(textwrap.indent(failure.traceback, "  "))
+        elif failure.traceback:
+            lines.append(f"  (with the same last words as rank {first})")
     return lines
 
 

@@ -182,7 +182,23 @@ def test_an_exception_on_all_ranks_ends_the_job_at_once_with_the_first(launcher:
     assert "all 3 ranks failed:" in done.stderr
     cause = done.stderr.partition("first, rank 1 on ")[2]
     assert "RuntimeError: rank 1 has had enough" in cause.splitlines()[0]
-    assert "Traceback (most recent call last):" in cause
+    for rank in range(3):
+        assert f"[{rank}] RuntimeError: rank {rank} has had enough" in done.stderr
+
+
+def test_an_exception_that_is_alike_on_all_ranks_is_shown_once(launcher: Launcher) -> None:
+    script = launcher.script("""
+        world.Barrier()
+        raise RuntimeError("shapes cannot be multiplied")
+    """)
+    done = launcher.run("-np", "3", "--output-filename", "out", script)
+    assert done.code == 1
+    assert done.stderr.count("Traceback (most recent call last):") == 1
+    assert "ended with the same traceback as rank" in done.stderr
+    assert "(its traceback is above)" in done.stderr
+    logs = {(launcher.folder / "out" / f"rank.{n}" / "stderr").read_text() for n in range(3)}
+    assert len(logs) == 1
+    assert "RuntimeError: shapes cannot be multiplied" in logs.pop()
 
 
 def test_an_abort_of_one_rank_ends_the_others(launcher: Launcher) -> None:

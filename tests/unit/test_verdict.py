@@ -24,6 +24,7 @@ TRACEBACK = [
     '    raise ValueError("boom")',
     "ValueError: boom",
 ]
+END_OF_IT = "\n".join(TRACEBACK[2:])
 END = events.ProcessEnded(9.0, 0, "vm", 1, 0, None)
 
 
@@ -208,6 +209,38 @@ def test_when_all_fail_the_first_by_time_is_the_cause_whatever_arrives_first() -
         "also on ranks 0, 3: ValueError: boom",
         "also on rank 1: ended by SIGKILL",
     )
+
+
+def test_a_traceback_that_is_just_above_is_not_shown_again() -> None:
+    story = told(2, failed(0, at=5.0), failed(1, at=5.1))
+    above = ("ValueError: another", "\n".join(["said before", *TRACEBACK]))
+    found = judge(story, Ending(0, tracebacks=above))
+    assert found.lines == (
+        "all 2 ranks failed:",
+        "first, rank 0 on vm: ValueError: boom",
+        "  (its traceback is above)",
+        "also on rank 1",
+    )
+    assert "Traceback" in judge(story, Ending(0, tracebacks=above[:1])).lines[2]
+
+
+def test_a_traceback_that_an_event_had_no_room_for_is_known_by_its_end() -> None:
+    cut = events.RankFailed(
+        5.0, 0, "vm", 1, "ValueError: boom", "...e 3, in <module>\n" + END_OF_IT
+    )
+    above = ("\n".join(TRACEBACK),)
+    assert "  (its traceback is above)" in judge(told(1, cut), Ending(0, tracebacks=above)).lines
+
+
+def test_ranks_that_failed_alike_among_others_are_all_named_with_one_traceback() -> None:
+    found = verdict(4, *(failed(n, at=5.0) for n in (0, 1)), failed(2, 6.0, "OSError"), ended(3))
+    assert [line for line in found.lines if not line.startswith("  Traceback")] == [
+        "warning: rank 0 on vm failed: ValueError: boom",
+        "warning: rank 1 on vm failed: ValueError: boom",
+        "  (with the same last words as rank 0)",
+        "warning: rank 2 on vm failed: OSError",
+        "  (with the same last words as rank 0)",
+    ]
 
 
 def test_mpiruns_0_is_not_believed_when_no_rank_ended_well() -> None:
