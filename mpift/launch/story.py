@@ -105,6 +105,7 @@ class Story:
         self.step = -1
         self.values: dict[str, Any] = {}
         self.stop: events.JobStopped | None = None
+        self.start_given_up = False  # by the launcher: MPI waits for ranks that have ended
         self.aborted: int | None = None  # the member that called MPI_Abort first
         self._views: dict[int, events.ViewChanged] = {}
         self._first_step: dict[int, float] = {}  # by epoch
@@ -252,11 +253,11 @@ class Story:
         return [Notice(f"recovered from {r.fault.fault} in {r.seconds:.3f} s") for r in news]
 
     @property
-    def waited_for_in_vain(self) -> int | None:
-        """A member that has ended without starting MPI while others wait for it there, if any."""
+    def waited_for_in_vain(self) -> list[int]:
+        """Members that have ended without starting MPI while others wait for them there."""
         waiting = any(m.starting and not (m.started or m.ended) for m in self.members.values())
-        missing = (n for n, m in self.members.items() if m.ended and not m.started)
-        return next(missing, None) if waiting else None
+        missing = [n for n, m in self.members.items() if m.ended and not m.started]
+        return missing if waiting else []
 
     @property
     def given_up(self) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from mpift.core import events
-from mpift.errors import ExitCode, TransportError
+from mpift.errors import TransportError
 from mpift.launch.command import CommandLine
 from mpift.launch.display import Display
 from mpift.launch.story import Notice, Story
@@ -281,13 +281,10 @@ class Supervisor:
     def _check_start(self, now: float) -> None:
         """Stop a job that waits for a rank that will never come."""
         missing = self._story.waited_for_in_vain
-        self._vain_since = float("inf") if missing is None else min(self._vain_since, now)
-        if missing is not None and now > self._vain_since + START_SECONDS:
-            reason = f"rank {missing} ended before it started, and MPI waits for it in all others"
-            code = int(ExitCode.SCRIPT_FAILED)
-            self._tell(self._story.handle(events.JobStopped(time.time(), missing, code, reason)))
-            self._vain_since = float("inf")
-            self._end_at = now
+        self._vain_since = min(self._vain_since, now) if missing else float("inf")
+        if now > self._vain_since + START_SECONDS:
+            self._story.start_given_up = True
+            self._end_at = min(self._end_at, now)
 
     def _clean_up(self, process: subprocess.Popen[bytes]) -> None:
         """Whatever happened: afterwards neither mpirun nor what was seen below it runs."""

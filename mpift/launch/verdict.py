@@ -9,6 +9,7 @@ what happened                                exit code
 the user or the system ended the launcher    128 + signal
 a rank stopped the job for a named reason    the code that it named
 a rank called MPI_Abort, or mpirun gave up   1
+MPI's start waited for ranks that had ended  1
 nobody ended with 0                          1, or 3 if the quorum was lost
 somebody did, all others too                 0
 somebody did, others failed                  0, with a warning for each; 1 if ``strict``
@@ -20,7 +21,7 @@ Ranks that the fault schedule struck are rehearsals: no warning, and no matter f
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,11 @@ def judge(story: Story, ending: Ending, strict: bool = False) -> Verdict:
 
 def _failures(story: Story) -> tuple[Failure, ...]:
     """Bad ends, the first one first."""
-    found = [story.failure(n) for n, member in story.members.items() if not member.ended_well]
-    return tuple(sorted(found, key=lambda failure: (failure.time, failure.rank)))
+    return _in_order(story.failure(n) for n, m in story.members.items() if not m.ended_well)
+
+
+def _in_order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    return tuple(sorted(failures, key=lambda failure: (failure.time, failure.rank)))
 
 
 def _seen(failures: Sequence[Failure]) -> list[Failure]:
@@ -80,6 +84,10 @@ def _judge(
         code = stop_code(stop)
         first = f"the job stopped with code {code}: {stop.reason} (rank {stop.member})"
         return code, [first, *_causes(_seen(failures), ending)]
+    if story.start_given_up:
+        code, missing = ExitCode.SCRIPT_FAILED, map(story.failure, story.waited_for_in_vain)
+        first = f"the job stopped with code {code}: MPI cannot start without all ranks:"
+        return code, [first, *_causes(_in_order(missing), ending)]
     if story.aborted is not None:
         first = f"rank {story.aborted} aborted the job (MPI_Abort)"
         return ExitCode.SCRIPT_FAILED, [first, *_causes(_seen(failures), ending)]
@@ -154,7 +162,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _summary(story: Story, failures: Sequence[Failure], exit_code: int) -> dict[str, Any]:
     recoveries = story.recoveries()
-    went_on = any(member.ended_well for member in story.members.values()) and story.stop is None
+    stopped = story.stop is not None or story.start_given_up
+    went_on = any(member.ended_well for member in story.members.values()) and not stopped
     return {
         **story.values,
         "world_start": story.ranks,

@@ -292,12 +292,28 @@ def test_a_minority_that_gives_up_does_not_end_the_others() -> None:
 
 def test_a_rank_that_ended_before_the_others_started_is_waited_for_in_vain() -> None:
     story = told(3, events.RankStarting(1.0, 0), events.RankStarting(1.0, 2))
-    assert story.waited_for_in_vain is None
+    assert story.waited_for_in_vain == []
     story.handle(ended(1))
-    assert story.waited_for_in_vain == 1
+    assert story.waited_for_in_vain == [1]
     for member in (0, 2):
         story.handle(events.RankStarted(2.0, member, "vm", 1, 3))
-    assert story.waited_for_in_vain is None
+    assert story.waited_for_in_vain == []
+
+
+def test_a_start_that_was_given_up_names_the_ranks_that_had_ended_once_and_by_what() -> None:
+    story = told(4, *(events.RankStarting(1.0, member) for member in (0, 1)))
+    notices = [*story.handle(ended(2, None, 9, at=2.0)), *story.handle(ended(3, 0, at=2.5))]
+    assert [notice.text for notice in notices] == ["rank 2 on vm failed: ended by SIGKILL"]
+    story.start_given_up = True
+    found = judge(story, Ending(1))
+    assert found.exit_code == 1
+    assert found.lines == (
+        "the job stopped with code 1: MPI cannot start without all ranks:",
+        "first, rank 2 on vm: ended by SIGKILL",
+        "also on rank 3: exit code 0",
+    )
+    failed = {rank["rank"]: rank["signal"] for rank in found.summary["failed_ranks"]}
+    assert failed == {0: None, 1: None, 2: 9}
 
 
 def test_an_aborted_job_is_a_failure_even_if_some_rank_was_through() -> None:
