@@ -32,7 +32,7 @@ ConfigOnly = Annotated[
 ]
 Devices = Annotated[
     bool,
-    typer.Option("--devices", help="Look at the NPUs and GPUs too; it takes some seconds."),
+    typer.Option("--devices", help="Only the NPUs and GPUs, and what they need; takes seconds."),
 ]
 Nodes = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Settings as on N nodes, for the preset.")
@@ -68,24 +68,27 @@ def command(
     """
     from rich.console import Console
 
-    from mpift.config import Config
     from mpift.errors import ConfigError, ExitCode
 
-    settings: Config | None = None
-    checks = [] if config else machine_checks()
+    checks = [] if config or devices else machine_checks()
     devices_found: dict[str, Any] | None = None
     if devices:
         from mpift.cli import doctor_devices
 
         device_checks, devices_found = doctor_devices.examine()
-        checks += device_checks
-    try:
-        settings = Config.load(nodes=nodes)
-        checks += [*variable_checks(), *(preset_checks() if nodes is None else [])]
-    except ConfigError as error:
-        if config:
-            raise
-        checks.append(Check("settings", "problem", str(error), "correct it where it was given"))
+        checks += [check_torch(_version_of("torch")), *device_checks]
+    settings: Config | None = None
+    wrong: ConfigError | None = None
+    if config or not devices:
+        try:
+            settings, setting_checks = examine_settings(nodes)
+            checks += setting_checks
+        except ConfigError as error:
+            if config:
+                raise
+            wrong = error
+            advice = "correct it where it was given"
+            checks.append(Check("settings", "problem", str(error), advice))
     if json_file is not None:
         _write(json_file, as_json(settings, nodes, checks, devices_found))
     # Standard output is left to the JSON where that is asked for there.
@@ -94,13 +97,21 @@ def command(
         console.print(table(settings))
     for check in checks:
         _print(console, check)
-    if settings is None:
+    if wrong is not None:
         return ExitCode.USAGE
     failed = any(check.state == "problem" for check in checks)
     return ExitCode.SCRIPT_FAILED if failed else ExitCode.OK
 
 
 # -- settings --------------------------------------------------------------------------------------
+
+
+def examine_settings(nodes: int | None) -> tuple[Config, list[Check]]:
+    """The settings in effect, and warnings about them; ``ConfigError`` if one is wrong."""
+    from mpift.config import Config
+
+    settings = Config.load(nodes=nodes)
+    return settings, [*variable_checks(), *(preset_checks() if nodes is None else [])]
 
 
 def table(config: Config) -> Table:
@@ -137,7 +148,7 @@ def as_json(
     checks: list[Check],
     devices: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is found, for machines; null are wrong settings, and devices nobody asked for."""
+    """What is found, for machines; null are wrong settings, and what nobody asked for."""
     from mpift._version import __version__
     from mpift.config import SETTINGS
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mpift.cli import doctor, doctor_devices, main
+from mpift.cli import doctor_devices, main
 from mpift.cli.doctor import Check
 from mpift.cli.doctor_devices import Software, checks
 from mpift.devices import accelerators, backend, cann, census
@@ -372,22 +372,44 @@ def test_the_command_shows_the_checks_and_leaves_with_1_for_a_problem(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "machine_checks", list)
     found = ([Check("npu", state, "8 devices", "rest")], {"found": {"counts": {"npu": 8}}})
     monkeypatch.setattr(doctor_devices, "examine", lambda: found)
     with pytest.raises(SystemExit) as left:
         main(("doctor", "--devices", "--json", "-"))
     assert left.value.code == code
     shown = capsys.readouterr()
-    assert f"{state:8}npu: 8 devices; rest" in shown.err
+    assert shown.err.splitlines()[1:] == [f"{state:8}npu: 8 devices; rest"]
+    assert "torch: " in shown.err.splitlines()[0]
     told = json.loads(shown.out)
+    assert told["settings"] is None  # nobody asked
     assert told["devices"]["found"]["counts"] == {"npu": 8}
-    assert told["checks"][0] == {
+    assert told["checks"][1] == {
         "name": "npu",
         "state": state,
         "found": "8 devices",
         "advice": "rest",
     }
+
+
+def test_settings_are_no_matter_of_devices_unless_both_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPIFT_MIN_SIZE", "0")
+    monkeypatch.setattr(doctor_devices, "examine", lambda: ([Check("npu", "ok", "8 devices")], {}))
+    with pytest.raises(SystemExit) as left:
+        main(("doctor", "--devices"))
+    assert left.value.code == 0
+    assert "setting" not in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(("doctor", "--devices", "--config"))
+    assert left.value.code == 2
+    monkeypatch.delenv("MPIFT_MIN_SIZE")
+    with pytest.raises(SystemExit) as left:
+        main(("doctor", "--devices", "--config"))
+    shown = capsys.readouterr().out
+    assert "settings in effect" in shown
+    assert "npu: 8 devices" in shown
 
 
 def test_the_doctor_itself_loads_no_torch_for_devices(tmp_path: Path) -> None:
