@@ -15,6 +15,10 @@ from mpift.checkpoint.overview import Details, Difference, Summary, percent
 from mpift.checkpoint.retention import Swept
 
 _NAMES_SHOWN = 20
+_GENERATION = (
+    "gen: generation. One begins when a job opens the directory or goes back to an older step;"
+    " checkpoints of a higher one are newer, whatever their step."
+)
 
 
 def size(size_bytes: int) -> str:
@@ -31,8 +35,8 @@ def _table(left: str, right: str) -> Table:
     table = Table()
     for heading in filter(None, left.split(", ")):
         table.add_column(heading, overflow="fold")
-    for heading in right.split(", "):
-        table.add_column(heading, justify="right")
+    for heading in filter(None, right.split(", ")):
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 
@@ -41,20 +45,26 @@ def _damaged(text: str) -> Text:
 
 
 def listing_table(rows: Sequence[Summary]) -> Table:
-    """A line a checkpoint."""
-    table = _table("", "step, generation, time, state, new, changed, base, ranks")
-    table.add_column("pins", overflow="fold")
+    """A line a checkpoint. Generations are shown where there are several, pins where there are any:
+    in a narrow terminal each column costs the others their width."""
+    several = len({row.generation for row in rows}) > 1
+    table = _table("", f"step{', gen' if several else ''}, time, state, new, changed, base, ranks")
+    pinned = any(row.pins for row in rows)
+    if pinned:
+        table.add_column("pins", overflow="fold")
+    if several:
+        table.caption = _GENERATION
     for row in rows:
         table.add_row(
             str(row.step),
-            str(row.generation),
+            *([str(row.generation)] if several else []),
             _time(row.unix_time),
             size(row.state_bytes),
             size(row.new_bytes),
             percent(row.changed_share),
             "-" if row.base is None else str(row.base),
             str(row.ranks),
-            Text(", ".join(row.pins)),
+            *([Text(", ".join(row.pins))] if pinned else []),
         )
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -125,7 +126,8 @@ def test_the_list_has_a_line_a_checkpoint(tmp_path: Path, run: list[Saved]) -> N
     code, text = call("ls", str(tmp_path))
     assert code == 0
     rows = [line.split() for line in text.splitlines() if " kB " in line]
-    assert [row[1] for row in rows] == ["100", "200", "150"]
+    assert [(row[1], row[3]) for row in rows] == [("100", "1"), ("200", "1"), ("150", "2")]
+    assert "gen: generation. One begins when a job opens the directory or goes back" in text
     assert "best" in text
 
     found = figures("ls", str(tmp_path))["checkpoints"]
@@ -135,6 +137,26 @@ def test_the_list_has_a_line_a_checkpoint(tmp_path: Path, run: list[Saved]) -> N
     assert found[2]["state_bytes"] == 6000
     assert found[2]["new_bytes"] == 2000
     assert found[2]["ranks"] == 2
+
+
+def test_the_list_has_no_column_that_says_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 200, arrays(2, head=500), base=save(tmp_path, 100, arrays(1, head=500)))
+    code, text = call("ls", str(tmp_path))
+    assert code == 0
+    assert "ranks" in text
+    assert "gen" not in text
+    assert "pins" not in text
+
+
+def test_a_list_fits_a_narrow_terminal_with_all_it_says(
+    tmp_path: Path, run: list[Saved], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run[1].committed.folder / "PIN.best").unlink()
+    monkeypatch.setenv("COLUMNS", "80")
+    _, text = call("ls", str(tmp_path))
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"\d{4}-\d\d-\d\d ", text)
 
 
 def test_a_list_with_damaged_checkpoints_names_them_and_ends_with_5(
