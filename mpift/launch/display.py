@@ -29,6 +29,7 @@ _REDRAW_SECONDS = 0.1
 _STATUS_LINE_SECONDS = 5.0
 _CLEAR_LINE = b"\r\x1b[2K"
 _NOT_IN_TABLE = ("failed_ranks", "exit_code")
+_ROWS = {"steps": "steps of this job"}  # checkpoints count those of the whole run
 
 
 class Display:
@@ -123,11 +124,18 @@ class Display:
 
 def status_text(story: Story) -> str:
     """Step, values and ranks in one line. What happens is not in it: each notice has its own."""
-    step = story.values.get("step", story.step)
-    parts = [f"step {step}"] if step != -1 else []
+    parts = [_step(story)] if "step" in story.values or story.step != -1 else []
     parts.append(f"{story.size} of {story.ranks} ranks")
     parts += [f"{name} {_plain(value)}" for name, value in story.values.items() if name != "step"]
     return " | ".join(parts)
+
+
+def _step(story: Story) -> str:
+    """The script's own word for it, if it has one, else the count of this job: after a restore that
+    is not the step of the checkpoints, which count the whole run."""
+    if "step" in story.values or story.restored_step is None:
+        return f"step {story.values.get('step', story.step)}"
+    return f"step {story.step} of this job, which restored step {story.restored_step}"
 
 
 def _plain(value: Any) -> str:
@@ -138,6 +146,7 @@ def _plain(value: Any) -> str:
     return ", ".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+# Rows that are left out while they have nothing to say.
 _LABELS = {
     "recovery_seconds": "seconds from each injected death to the next finished step",
     "hang_recovery_seconds": "seconds from each injected hang to the next finished step",
@@ -159,7 +168,7 @@ def _print_table(verdict: Verdict, file: Any) -> None:
     world = f"{summary.pop('world_start')} -> {summary.pop('world_end')}"
     survived = f"{summary.pop('faults_survived')} of {summary.pop('faults_injected')}"
     rows: dict[str, Any] = {
-        **{name: value for name, value in summary.items() if name not in _NOT_IN_TABLE},
+        **{_ROWS.get(name, name): summary[name] for name in summary if name not in _NOT_IN_TABLE},
         "ranks, start -> end": world,
     }
     if verdict.summary["faults_injected"]:

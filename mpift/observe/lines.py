@@ -105,11 +105,11 @@ def _rank_in_words(
     if event.waits:
         return (
             f"all ranks have waited for each other for {event.seconds:.0f} s, {who} at step"
-            f" {event.step} in {event.place}: some do something else there"
+            f" {event.step} of this job in {event.place}: some do something else there"
         )
     return (
-        f"{who} has made no progress at step {event.step} for {event.seconds:.0f} s, and others"
-        f" wait for it; it is in {event.place}"
+        f"{who} has made no progress at step {event.step} of this job for {event.seconds:.0f} s,"
+        f" and others wait for it; it is in {event.place}"
     )
 
 

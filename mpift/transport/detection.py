@@ -206,7 +206,7 @@ class Detection:
             if stall.evict:
                 self._condemn(
                     stall.member,
-                    f"made no progress at step {stall.step} for {stall.seconds:.0f} s"
+                    f"made no progress at step {stall.step} of this job for {stall.seconds:.0f} s"
                     f" (stall_timeout={self._config.stall_timeout:g} s)",
                 )
             elif stall.member == self._service.world.member:

@@ -137,7 +137,9 @@ def test_a_job_is_given_up_when_the_coordinator_of_its_newest_view_has_stopped()
 
 def test_a_stall_is_told_with_its_place() -> None:
     _, notices = story_of(2, events.RankStalled(1.0, 1, "n1", 17, 60.0, False, "load (train.py:4)"))
-    words = "rank 1 on n1 has made no progress at step 17 for 60 s, and others wait for it;"
+    words = (
+        "rank 1 on n1 has made no progress at step 17 of this job for 60 s, and others wait for it;"
+    )
     assert notices == [f"{words} it is in load (train.py:4)"]
 
 

@@ -430,6 +430,13 @@ def test_a_fault_and_its_recovery_are_told_as_they_happen() -> None:
     assert status_text(story) == "step 51 | 2 of 3 ranks | loss 0.1235"  # no notice comes twice
 
 
+def test_after_a_restore_the_status_tells_the_steps_of_the_job_from_those_of_the_run() -> None:
+    story = told(2, events.CheckpointRestored(1.0, 0, 4000, "storage", 4, 100), step(119, 0, 2.0))
+    assert status_text(story) == "step 119 of this job, which restored step 4000 | 2 of 2 ranks"
+    story.handle(events.Reported(3.0, 0, {"step": 4120}))  # the script knows better
+    assert status_text(story) == "step 4120 | 2 of 2 ranks"
+
+
 def test_a_failure_is_told_once_although_rank_and_guard_both_report_it() -> None:
     story = Story(2)
     told_first, told_second = story.handle(failed(1, at=5.0)), story.handle(ended(1, 1))
