@@ -176,8 +176,8 @@ class Readers:
         me = _here("", 0)
         path = self._folder / f"{me.host}-{me.pid}-{secrets.token_hex(4)}.json"
         with contextlib.suppress(OSError):
-            # A directory that does not exist is not made by one who wants to read it.
-            if self._folder.parent.is_dir():
+            # Where there are no checkpoints nothing is to be protected, nor left behind.
+            if (self._folder.parent / "steps").is_dir():
                 self._disk.make_folder(self._folder)
                 self._disk.mark(path, _encoded(me))
         try:

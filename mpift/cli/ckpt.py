@@ -281,6 +281,7 @@ def index(directory: Dir, json_file: JsonFile = None) -> None:
     _check_writable(json_file)
     found = Directory(directory)
     with _told(), found.reading():
+        _found(found, None)  # or there is none at all
         written = [str(path) for path in write_missing(found)]
     lines = [f"wrote {path}" for path in written] or ["no index is missing"]
     _show(lines, {"written": written}, json_file)

@@ -21,10 +21,13 @@ def test_gc_leaves_a_directory_of_others_as_it_is(tmp_path: Path, words: tuple[s
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_where_there_is_no_checkpoint_none_is_verified(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no committed checkpoint"):
-        call("verify", str(tmp_path), "--all")
+def test_where_there_is_no_checkpoint_that_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    for words in (("verify", str(tmp_path), "--all"), ("index", str(tmp_path))):
+        with pytest.raises(CheckpointError, match="has no committed checkpoint"):
+            call(*words)
     assert "has no committed checkpoint" in call("ls", str(tmp_path))[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_a_file_is_what_its_name_says(tmp_path: Path) -> None:
