@@ -1,7 +1,11 @@
-"""Small real checkpoints for tests: block files, index, manifest, COMMIT, as a job leaves them."""
+"""Small real checkpoints for tests: block files, index, manifest, COMMIT, as a job leaves them.
+
+And a disk that takes none.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,3 +118,15 @@ def flip(path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
+
+
+class Refusing(Disk):
+    """On which nothing can be made, for a reason with this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def create(self, path: Path, data: bytes) -> None:
+        raise OSError(self.number, os.strerror(self.number), str(path))
+
+    mark = create
