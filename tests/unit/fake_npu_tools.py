@@ -1,10 +1,16 @@
-"""Stand-ins for npu-smi and hccn_tool: they print what a test has given them, fail, or hang."""
+"""Stand-ins for npu-smi and hccn_tool: they print what a test has given them, fail, or hang.
+
+What they print is here too, and a node of two cards of which all is well.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from mpift.devices import npu_smi
+from mpift.devices.npu_smi import NpuProbe
 
 SCRIPT = """\
 #!/bin/sh
@@ -151,3 +157,42 @@ TABLE_TWO_CHIPS = """\
 | 1     Ascend910           | Warning       | -           45                0    / 0             |
 | 1     11                  | 0000:0C:00.0  | 20          0    / 0          2048 / 65536         |
 """
+
+
+# -- a node of two cards, and its probe ------------------------------------------------------------
+
+
+LONG_SECONDS = 30.0  # of a call that is not to end by its limit
+SHORT_SECONDS = 0.2
+HEALTH_OF_3 = "info -t health -i 3 -c 0"
+COMMON_OF_3 = "info -t common -i 3"
+ECC_OF_3 = "info -t ecc -i 3 -c 0"
+LINK_OF_1 = "-i 1 -link -g"
+
+
+@pytest.fixture
+def smi(tmp_path: Path) -> FakeTool:
+    return FakeTool(tmp_path, "npu-smi")
+
+
+@pytest.fixture
+def hccn(tmp_path: Path) -> FakeTool:
+    return FakeTool(tmp_path, "hccn_tool")
+
+
+@pytest.fixture
+def well(smi: FakeTool, hccn: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of two cards, 0 and 3, of which all is well."""
+    put_on_path(tmp_path, monkeypatch)
+    monkeypatch.setattr(npu_smi, "_SMI_SECONDS", LONG_SECONDS)
+    smi.answer("info -m", MAPPING)
+    smi.answer(HEALTH_OF_3, HEALTH)
+    smi.answer(COMMON_OF_3, COMMON)
+    smi.answer(ECC_OF_3, ECC.format(corrected=40, uncorrected=6))
+    hccn.answer(LINK_OF_1, "link status: UP\n")
+
+
+def new_probe(local_rank: int = 1) -> NpuProbe:
+    probe = npu_smi.probe(local_rank)
+    assert probe is not None
+    return probe
