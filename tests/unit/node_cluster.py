@@ -26,7 +26,7 @@ from mpift.reduction.results import Results
 from mpift.reduction.summing import Sums
 from mpift.reduction.sums import Claim
 from mpift.transport.lane import Started
-from tests.unit.test_compressed import Comm, network_of
+from tests.unit.any_order import Comm, network_of
 
 NOBODYS = 666.0  # what lies where nothing was contributed: it must not be seen in any sum
 
