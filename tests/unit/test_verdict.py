@@ -1,13 +1,10 @@
-"""From what mpirun prints to what the launcher says: streams, story, verdict."""
+"""From what ranks reported to what the launcher says: verdict, notices, status, last words."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -15,134 +12,10 @@ from mpift.core import events
 from mpift.launch.display import status_text
 from mpift.launch.last_words import exception_of, last_words
 from mpift.launch.story import Story
-from mpift.launch.streams import Aborted, Item, Output, Splitter, Words
-from mpift.launch.verdict import Ending, Verdict, judge
+from mpift.launch.verdict import Ending, judge
+from tests.unit.job_events import TRACEBACK, ended, failed, kill, left, step, told, verdict, view
 
-TRACEBACK = [
-    "Traceback (most recent call last):",
-    '  File "train.py", line 3, in <module>',
-    '    raise ValueError("boom")',
-    "ValueError: boom",
-]
 END_OF_IT = "\n".join(TRACEBACK[2:])
-END = events.ProcessEnded(9.0, 0, "vm", 1, 0, None)
-
-
-def ended(member: int, code: int | None = 0, signal: int | None = None, at: float = 9.0) -> Any:
-    return events.ProcessEnded(at, member, "vm", 100 + member, code, signal)
-
-
-def left(member: int, called: int = 10, applied: int = 10) -> Any:
-    return events.RankLeft(8.0, member, "vm", called, applied)
-
-
-def failed(member: int, at: float, reason: str = "ValueError: boom", code: int = 1) -> Any:
-    return events.RankFailed(at, member, "vm", code, reason, "\n".join(TRACEBACK))
-
-
-def kill(member: int, at: float, step: int = 5) -> Any:
-    return events.FaultInjected(at, member, f"kill:{member}@{step}", step)
-
-
-def view(epoch: int, members: Iterable[int], lost: Iterable[int], at: float) -> Any:
-    return events.ViewChanged(at, min(members), epoch, tuple(members), tuple(lost), 0.02)
-
-
-def step(number: int, epoch: int, at: float, member: int = 0, size: int = 4) -> Any:
-    return events.StepFinished(at, member, number, epoch, size)
-
-
-def told(ranks: int, *happened: events.Event) -> Story:
-    story = Story(ranks)
-    for event in happened:
-        story.handle(event)
-    return story
-
-
-def verdict(
-    ranks: int,
-    *happened: events.Event,
-    code: int = 0,
-    signal: int | None = None,
-    strict: bool = False,
-) -> Verdict:
-    return judge(told(ranks, *happened), Ending(code, signal), strict)
-
-
-# -- streams -----------------------------------------------------------------------------------
-
-
-def split(*chunks: bytes, hide_noise: bool = True) -> list[Item]:
-    splitter = Splitter(hide_noise)
-    return [
-        *(item for chunk in chunks for item in splitter.feed(chunk)),
-        *splitter.finish(),
-    ]
-
-
-def record(event: events.Event) -> bytes:
-    return b"\x1e" + events.encode(event).encode()
-
-
-def test_lines_are_told_apart_by_rank_and_stream_wherever_they_are_cut() -> None:
-    text = b"[1]<stdout>: one\n[12]<stderr>: \xff two\nmpirun itself\n[0]<stdout>: \n"
-    items = [
-        Output(1, "stdout", b"one"),
-        Output(12, "stderr", b"\xff two"),
-        Words(b"mpirun itself"),
-        Output(0, "stdout", b""),
-    ]
-    assert split(text) == items
-    assert split(*(text[i : i + 1] for i in range(len(text)))) == items
-
-
-def test_the_labels_of_open_mpi_4_are_known_too() -> None:
-    assert split(b"[1,3]<stderr>:text\n") == [Output(3, "stderr", b"text")]
-
-
-def test_an_event_is_found_behind_a_piece_of_a_line() -> None:
-    line = b"[0]<stderr>: loading 50 %" + record(END) + b"\n"
-    assert split(line) == [Output(0, "stderr", b"loading 50 %"), END]
-    assert split(b"[0]<stderr>: " + record(END) + b"\n") == [END]
-
-
-def test_what_only_looks_like_an_event_stays_output() -> None:
-    assert split(b"[0]<stdout>: a\x1eb\n") == [Output(0, "stdout", b"a\x1eb")]
-
-
-def test_a_last_line_without_an_end_is_kept() -> None:
-    assert split(b"[2]<stdout>: half[0]<stdout>: of it\n") == [
-        Output(2, "stdout", b"half"),
-        Output(0, "stdout", b"of it"),
-    ]
-    assert split(b"[0]<stdout>: half") == [Output(0, "stdout", b"half")]
-
-
-def test_the_noise_of_a_survived_death_is_hidden_with_its_empty_line_and_nothing_else() -> None:
-    noise = b"NBC_Progress: an error 75 was found during schedule 0x5 at row - aborting"
-    text = (
-        b"[1]<stderr>: " + noise + b"\n[2]<stderr>: \n[1]<stderr>: \n[1]<stderr>: \n"
-        b"[2]<stderr>: see " + noise + b"\n"
-    )
-    shown = [
-        Output(2, "stderr", b""),
-        Output(1, "stderr", b""),
-        Output(2, "stderr", b"see " + noise),
-    ]
-    assert split(text) == shown
-    assert len(split(text, hide_noise=False)) == 5
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD",
-        b"[vm:1] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,",
-    ],
-)
-def test_an_abort_is_noticed_and_shown(text: bytes) -> None:
-    items = split(b"[2]<stderr>: " + text + b"\n")
-    assert items == [Aborted(2), Output(2, "stderr", text)]
 
 
 # -- verdicts ----------------------------------------------------------------------------------
@@ -338,73 +211,6 @@ def test_a_rehearsed_death_is_no_warning_and_no_matter_for_strict() -> None:
     assert found.summary["failed_ranks"][0]["reason"] == "fault schedule: kill:1@5"
     assert (found.summary["faults_injected"], found.summary["faults_survived"]) == (1, 1)
     assert found.summary["recovery_seconds"] == []  # no step followed
-
-
-# -- what faults cost --------------------------------------------------------------------------
-
-
-def test_a_recovery_lasts_from_the_fault_to_the_first_step_of_the_next_view() -> None:
-    found = verdict(
-        4,
-        *(step(49, 0, at=9.9), kill(2, at=10.0), step(50, 0, at=10.01)),
-        *(view(1, (0, 1, 3), (2,), at=10.1), step(51, 1, at=10.25), step(52, 1, at=10.4)),
-        *(ended(2, None, 9), ended(0), ended(1), ended(3)),
-    )
-    assert found.summary["recovery_seconds"] == [0.25]
-    assert (found.summary["world_start"], found.summary["world_end"]) == (4, 3)
-
-
-def test_two_faults_that_one_rebuild_recovers_get_a_number_each() -> None:
-    found = verdict(
-        4,
-        *(kill(2, at=10.0), kill(1, at=10.1), view(1, (0, 3), (1, 2), at=10.3)),
-        step(50, 1, at=10.5),
-    )
-    assert found.summary["recovery_seconds"] == [0.5, 0.4]
-    assert found.summary["faults_survived"] == 2
-
-
-def test_the_order_in_which_ranks_are_heard_does_not_matter() -> None:
-    happened = [
-        *(kill(2, at=10.0), view(1, (0, 1, 3), (2,), at=10.1), step(50, 1, at=10.2)),
-        *(kill(0, at=11.0), view(2, (1, 3), (0,), at=11.2), step(60, 2, at=11.5, member=1)),
-    ]
-    for order in (happened, happened[::-1], happened[3:] + happened[:3]):
-        assert verdict(4, *order).summary["recovery_seconds"] == [0.2, 0.5]
-
-
-def test_a_recovery_is_known_by_its_steps_where_nobody_reported_the_view() -> None:
-    found = verdict(2, step(9, 3, at=9.0), kill(0, at=10.0), step(10, 4, at=10.5, member=1))
-    assert found.summary["recovery_seconds"] == [0.5]
-
-
-def test_a_fault_that_no_step_followed_was_not_recovered() -> None:
-    found = verdict(1, step(9, 0, at=9.0), kill(0, at=10.0), ended(0, None, 9), code=0)
-    assert found.summary["recovery_seconds"] == []
-    assert found.summary["faults_survived"] == 0
-    assert found.exit_code == 1
-
-
-def test_steps_lost_are_those_called_for_but_not_applied_and_those_jumped_over() -> None:
-    assert verdict(1, left(0, 10, 10), step(9, 0, at=1.0), ended(0)).summary["steps_lost"] == 0
-    assert verdict(2, left(0, 10, 9), left(1, 10, 8)).summary["steps_lost"] == 3
-    assert verdict(1, left(0, 10, 10), step(11, 0, at=1.0), ended(0)).summary["steps_lost"] == 2
-    # Of a rank that failed nothing is known: it may well have had a step under way.
-    assert verdict(2, left(0, 10, 9), failed(0, at=9.0), ended(1)).summary["steps_lost"] == 0
-
-
-def test_the_summary_holds_the_last_values_reported_and_the_jobs_own_count_of_steps() -> None:
-    found = verdict(
-        1,
-        events.Reported(1.0, 0, {"loss": 0.5, "steps": "mine"}),
-        events.Reported(2.0, 0, {"loss": 0.25, "accuracy": 0.97}),
-        *(step(9, 0, at=1.0), left(0), ended(0)),
-    )
-    assert found.summary["loss"] == 0.25
-    assert found.summary["accuracy"] == 0.97
-    assert found.summary["steps"] == 10
-    assert found.summary["exit_code"] == 0
-    json.dumps(found.summary)
 
 
 # -- notices and status ------------------------------------------------------------------------
