@@ -1,12 +1,14 @@
-"""Checkpoints of states, written to a folder without processes or a commit, and read back."""
+"""Checkpoints of states, written to a folder without processes or a commit, and put back."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpift.checkpoint.adopt import Adopted, adopt
 from mpift.checkpoint.blockfile import write_blocks
 from mpift.checkpoint.blocks import Block, digest
 from mpift.checkpoint.durable import Disk
@@ -76,3 +78,18 @@ class CountingReader(Reader):
         listed = list(jobs)
         self.names += [(job[1].name, job[2]) for job in listed]
         super().read_many(listed, threads)
+
+
+def put_back(
+    root: Path, manifest: Manifest, state: Mapping[str, Any], rank: int = 0, **options: Any
+) -> Adopted:
+    with CountingReader(root) as reader:
+        return adopt(state, manifest, reader, rank, **options)
+
+
+def contents(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of all that a state holds."""
+    return {
+        name: copy.deepcopy(value.state_dict()) if hasattr(value, "state_dict") else value
+        for name, value in state.items()
+    }

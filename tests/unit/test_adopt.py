@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,88 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from mpift.checkpoint import placing
-from mpift.checkpoint.adopt import Adopted, adopt, load
+from mpift.checkpoint.adopt import adopt, load
 from mpift.checkpoint.blocks import BLOCK_BYTES
-from mpift.checkpoint.manifest import Manifest
 from mpift.checkpoint.state import as_bytes
 from mpift.errors import CheckpointDamagedError, CheckpointError
-from tests.unit.saved_states import CountingReader, saved
-from tests.unit.test_checkpoint_state import OnlySaves, WithExtra, same
+from tests.unit.saved_states import CountingReader, contents, put_back, saved
+from tests.unit.test_checkpoint_state import WithExtra, same
+from tests.unit.trainings import OPTIMIZERS, Make, begun, one_thread, train
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine the threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def put_back(
-    root: Path, manifest: Manifest, state: Mapping[str, Any], rank: int = 0, **options: Any
-) -> Adopted:
-    with CountingReader(root) as reader:
-        return adopt(state, manifest, reader, rank, **options)
-
-
-def contents(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of all that a state holds."""
-    return {
-        name: copy.deepcopy(value.state_dict()) if hasattr(value, "state_dict") else value
-        for name, value in state.items()
-    }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.dropout = nn.Dropout(0.5)
-        self.middle = nn.Linear(8, 8)
-        self.out = nn.Linear(8, 10, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        hidden = self.dropout(self.norm(self.table(index)))
-        return self.out(torch.relu(self.middle(hidden)))
-
-
-Make = Callable[[Any], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
-    "Adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
-    "amsgrad": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
-    "capturable lr": lambda p: torch.optim.Adam(p, torch.tensor(0.01), foreach=False),
-    "fused": lambda p: torch.optim.Adam(p, 0.01, fused=True),
-    "rms": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
-    "rprop": lambda p: torch.optim.Rprop(p, 0.01),
-}
-
-
-def begun(make: Make, seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    model = Net()
-    optimizer = make(model.parameters())
-    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, 50, cycle_momentum=False)
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "losses": []}
-
-
-def train(state: dict[str, Any], steps: int) -> None:
-    for _ in range(steps):
-        state["optimizer"].zero_grad()
-        index = torch.tensor([random.randrange(10) for _ in range(6)])
-        loss = nn.functional.cross_entropy(state["model"](index), index)
-        loss.backward()
-        state["optimizer"].step()
-        state["scheduler"].step()
-        state["losses"] = [*state["losses"], loss.item()]
+__all__ = ["one_thread"]  # a fixture for these tests too
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
@@ -335,83 +261,6 @@ def test_what_is_not_chosen_stays_as_it_is(tmp_path: Path) -> None:
         assert same(value, source["model"][key])
     assert same(after["optimizer"], before["optimizer"])
     assert same(after["scheduler"], before["scheduler"])
-
-
-def test_names_that_are_missing_or_too_many_are_listed(tmp_path: Path) -> None:
-    manifest = saved(tmp_path, {"model": nn.Linear(2, 2), **dict.fromkeys("abcdefg", 1)})
-    state = {"model": nn.BatchNorm1d(2), "new": 5}
-    words = (
-        "not in it: model/num_batches_tracked, model/running_mean, model/running_var, new;"
-        " only in it: a, b, c, d, e and 2 more"
-    )
-    with pytest.raises(CheckpointError, match=words):
-        put_back(tmp_path, manifest, {**state, "model": nn.BatchNorm1d(2)})
-
-
-def test_names_that_differ_are_let_go_if_asked_for(tmp_path: Path) -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
-    manifest = saved(tmp_path, {"model": first, "gone": 1})
-    result = put_back(tmp_path, manifest, {"model": second, "new": 5}, strict=False)
-    assert not result.values
-    assert same(second.weight.detach(), first.weight.detach())
-
-
-def test_a_wrong_shape_or_dtype_is_named_before_anything_is_changed(tmp_path: Path) -> None:
-    first = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)}
-    manifest = saved(tmp_path, first)
-    for other, words in [
-        (nn.Linear(2, 4), r"b/weight is float32 of shape \[3, 2\] .* float32 of shape \[4, 2\]"),
-        (nn.Linear(2, 3).double(), r"b/weight is float32 .* float64 of shape \[3, 2\]"),
-    ]:
-        second = {"a": nn.Linear(2, 2), "b": other}
-        before = contents(second)
-        with pytest.raises(CheckpointError, match=words):
-            put_back(tmp_path, manifest, second)
-        assert same(contents(second), before)
-
-
-def test_other_parameter_groups_and_shapes_of_an_optimizer_are_named(tmp_path: Path) -> None:
-    def stepped(*shapes: int) -> dict[str, Any]:
-        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-        optimizer = torch.optim.Adam(parameters)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        return {"optimizer": optimizer}
-
-    manifest = saved(tmp_path, stepped(2, 3))
-    with pytest.raises(CheckpointError, match=r"optimizer has \[2\] parameters .* and \[1\] here"):
-        put_back(tmp_path, manifest, stepped(2))
-    words = r"optimizer/state/1/exp_avg has shape \[3\] in the checkpoint, and \[4\] here"
-    with pytest.raises(CheckpointError, match=words):
-        put_back(tmp_path, manifest, stepped(2, 4))
-
-
-def test_tensors_that_are_tied_only_here_are_named(tmp_path: Path) -> None:
-    first = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    second = copy.deepcopy(first)
-    second[1].weight = second[0].weight
-    with pytest.raises(CheckpointError, match=r"model/1\.weight is the same tensor as another"):
-        put_back(tmp_path, saved(tmp_path, {"model": first}), {"model": second})
-
-
-def test_tensors_that_were_tied_only_then_are_both_restored(tmp_path: Path) -> None:
-    first = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    second = copy.deepcopy(first)
-    first[1].weight = first[0].weight
-    put_back(tmp_path, saved(tmp_path, {"model": first}), {"model": second})
-    assert same(contents({"model": second}), contents({"model": first}))
-
-
-def test_another_kind_of_object_is_named(tmp_path: Path) -> None:
-    manifest = saved(tmp_path, {"a": 1, "b": {"x": 2}})
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    with pytest.raises(CheckpointError, match="b is an optimizer here"):
-        put_back(tmp_path, manifest, {"a": 1, "b": optimizer})
-    with pytest.raises(CheckpointError, match="a is a module here"):
-        put_back(tmp_path, manifest, {"a": nn.Linear(1, 1), "b": 1}, strict=False)
-    with pytest.raises(CheckpointError, match="OnlySaves"):
-        put_back(tmp_path, manifest, {"a": OnlySaves(), "b": 1})
 
 
 def test_a_damaged_block_is_not_taken_for_good(tmp_path: Path) -> None:

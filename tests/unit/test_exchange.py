@@ -18,9 +18,9 @@ from mpift.checkpoint.exchange import export_pt, export_safetensors, import_pt
 from mpift.checkpoint.manifest import Manifest
 from mpift.checkpoint.reading import Reader
 from mpift.errors import CheckpointDamagedError, CheckpointError
-from tests.unit.saved_states import saved
-from tests.unit.test_adopt import OPTIMIZERS, begun, contents, one_thread, put_back, train
+from tests.unit.saved_states import contents, put_back, saved
 from tests.unit.test_checkpoint_state import same
+from tests.unit.trainings import OPTIMIZERS, begun, one_thread, train
 
 __all__ = ["one_thread"]  # a fixture for these tests too
 
