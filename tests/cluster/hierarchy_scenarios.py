@@ -10,7 +10,7 @@ import numpy as np
 import mpift
 from mpift import runtime
 from mpift.config import Config
-from tests.mpi.protocol_scenarios import Trainer
+from tests.mpi.round_scenarios import Trainer
 
 ROUNDS = 8
 

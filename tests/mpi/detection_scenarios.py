@@ -16,7 +16,7 @@ import mpift
 from mpift import introduction, runtime
 from mpift.core.packet import Defect
 from mpift.testing.ranks import TOKEN_VARIABLE
-from tests.mpi.protocol_scenarios import Trainer
+from tests.mpi.round_scenarios import Trainer
 
 
 def go_on(seconds: float, started: str = "") -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from mpift.testing.ranks import TCP, run_ranks
 from tests.mpi import protocol_scenarios as scenarios
+from tests.mpi import round_scenarios as rounds
 
 STEPS = scenarios.STEPS
 MPI = {"MPIFT_REDUCTION": "mpi"}
@@ -76,7 +77,7 @@ def test_rounds_go_on_with_the_survivors_and_lose_nothing_of_theirs(
     chaos: str, survivors: list[int], way: tuple[str, ...]
 ) -> None:
     environment = {"MPIFT_CHAOS": chaos, **(MPI if way == TCP else NODE)}
-    outcome = run_ranks(4, scenarios.train, 30, 20_000, environment=environment, mpi_arguments=way)
+    outcome = run_ranks(4, rounds.train, 30, 20_000, environment=environment, mpi_arguments=way)
     assert sorted(outcome.results) == survivors, str(outcome)
     for result in outcome.results.values():
         assert result["alike"]
@@ -92,7 +93,7 @@ def test_rounds_go_on_with_the_survivors_and_lose_nothing_of_theirs(
 def test_what_a_rank_had_in_place_when_it_died_counts_where_memory_is_shared() -> None:
     # It dies when it has just begun the last bucket of its round.
     environment = {"MPIFT_CHAOS": "kill:0@10:bucket3", **NODE}
-    outcome = run_ranks(3, scenarios.train, 20, 20_000, environment=environment)
+    outcome = run_ranks(3, rounds.train, 20, 20_000, environment=environment)
     assert sorted(outcome.results) == [1, 2], str(outcome)
     for result in outcome.results.values():
         assert result["participants"] == [[0, 1, 2]] * 11 + [[1, 2]] * 9
@@ -131,7 +132,7 @@ def test_two_hundred_runs_with_random_deaths_all_end_in_time() -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.0005, 0.001, 0.002])
 def test_a_death_while_all_are_leaving_keeps_nobody(delay: float) -> None:
-    outcome = run_ranks(3, scenarios.death_in_shutdown, 1, delay, timeout_seconds=30)
+    outcome = run_ranks(3, rounds.death_in_shutdown, 1, delay, timeout_seconds=30)
     assert not outcome.timed_out, str(outcome)
     assert sorted(outcome.results) == [0, 2], str(outcome)
 
@@ -145,7 +146,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         processes[0].parent().kill()
         left.extend(psutil.wait_procs(processes, timeout=10)[1])
 
-    run_ranks(2, scenarios.train, 100_000, 1000, str(started), during=kill_the_launcher)
+    run_ranks(2, rounds.train, 100_000, 1000, str(started), during=kill_the_launcher)
     assert not left
 
 
@@ -217,7 +218,7 @@ def test_a_sender_stopped_in_mid_transfer_that_goes_on_later_corrupts_nothing(
 
     outcome = run_ranks(
         3,
-        scenarios.train,
+        rounds.train,
         150,
         400_000,
         str(started),
@@ -246,7 +247,7 @@ def test_a_rebuild_that_takes_too_long_is_given_up_with_a_named_reason(tmp_path:
 
     outcome = run_ranks(
         3,
-        scenarios.train,
+        rounds.train,
         200,
         10_000,
         str(started),
@@ -259,7 +260,7 @@ def test_a_rebuild_that_takes_too_long_is_given_up_with_a_named_reason(tmp_path:
 
 
 def test_ranks_that_finish_early_count_as_joined_until_the_last_is_through() -> None:
-    outcome = run_ranks(3, scenarios.uneven, {"0": 3, "1": 6, "2": 1})
+    outcome = run_ranks(3, rounds.uneven, {"0": 3, "1": 6, "2": 1})
     assert outcome.results[0]["counts"] == [3, 2, 2], str(outcome)
     # Once most have left, a step opens no round.
     assert outcome.results[1]["counts"] == [3, 2, 2]
