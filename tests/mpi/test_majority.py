@@ -9,6 +9,7 @@ import pytest
 
 from mpift.core import chaos
 from mpift.testing.ranks import Outcome, run_ranks
+from tests.mpi import majority_counting as counting
 from tests.mpi import majority_deaths as deaths
 from tests.mpi import majority_mixture as mixture
 from tests.mpi import majority_scenarios as scenarios
@@ -17,8 +18,8 @@ STRAGGLER = scenarios.STRAGGLER
 
 # Scenarios without deaths, all on one start of three ranks.
 SHARED = [
-    scenarios.carried,
-    scenarios.dropped,
+    counting.carried,
+    counting.dropped,
     scenarios.five_behind_in_rounds,
     scenarios.five_behind_in_a_plain_loop,
     scenarios.everybody_needed,
