@@ -14,7 +14,8 @@ import pytest
 
 from mpift.core.suspicion import Finding, Suspicion, Tick
 from mpift.testing.explorer import Report, explore
-from tests.model.suspicion_model import SuspicionModel, World
+from tests.model.suspicion_model import SuspicionModel
+from tests.model.suspicion_world import World
 
 ONE_NODE_OF_2, ONE_NODE_OF_3, ONE_NODE_OF_4 = (0, 0), (0, 0, 0), (0, 0, 0, 0)
 TWO_NODES_OF_1, THREE_NODES_OF_1, FOUR_NODES_OF_1 = (0, 1), (0, 1, 2), (0, 1, 2, 3)
