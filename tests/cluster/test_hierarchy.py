@@ -8,7 +8,7 @@ import pytest
 
 from mpift.testing.cluster import VirtualCluster
 from tests.cluster import hierarchy_scenarios as scenarios
-from tests.cluster.test_cluster import require_clusters
+from tests.cluster.clusters import require_clusters
 
 EVERYBODY = [0, 1, 2, 3, 4, 5]
 
