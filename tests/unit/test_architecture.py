@@ -19,9 +19,12 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mpift"
+TESTS = Path(__file__).resolve().parents[1]
 FACE = "__init__"  # what ``import mpift`` gives
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
+# Longer for now: they are divided once the changes to them that are under way are in.
+TO_BE_DIVIDED = frozenset({"tests/unit/test_ckpt_cli.py", "tests/unit/test_doctor_devices.py"})
 
 GROUND = frozenset({"_version", "errors", "settings", "config", "core"})
 PARTS = GROUND | {"memory", "transport", "devices"}
@@ -145,16 +148,23 @@ def impure_core_imports(package: Path) -> list[str]:
     return found
 
 
-def oversized(package: Path) -> list[str]:
-    """Files and functions past their limit of lines."""
+def oversized_files(folder: Path) -> dict[str, str]:
+    """What is wrong with each file past its limit of lines, by its path."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > FILE_LINES_MAX:
+            place = path.relative_to(folder.parent).as_posix()
+            found[place] = f"{place}: {lines} lines, more than {FILE_LINES_MAX}"
+    return found
+
+
+def oversized_functions(package: Path) -> list[str]:
+    """Functions past their limit of lines."""
     found = []
     for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
         place = path.relative_to(package.parent)
-        lines = len(text.splitlines())
-        if lines > FILE_LINES_MAX:
-            found.append(f"{place}: {lines} lines, more than {FILE_LINES_MAX}")
-        for node in ast.walk(ast.parse(text, str(path))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > FUNCTION_LINES_MAX:
@@ -183,7 +193,13 @@ def test_core_imports_neither_packages_nor_clocks_threads_and_files() -> None:
 
 
 def test_no_file_and_no_function_has_outgrown_its_limit() -> None:
-    assert oversized(PACKAGE) == []
+    assert [*oversized_files(PACKAGE).values(), *oversized_functions(PACKAGE)] == []
+
+
+def test_no_file_of_tests_has_outgrown_its_limit_but_those_that_are_to_be_divided() -> None:
+    found = oversized_files(TESTS)
+    assert [told for place, told in found.items() if place not in TO_BE_DIVIDED] == []
+    assert found.keys() >= TO_BE_DIVIDED, "what fits is no exception any more"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +314,5 @@ def test_a_file_and_a_function_one_line_too_long_are_found(tmp_path: Path) -> No
             "function.py": function(FUNCTION_LINES_MAX + 1),
         },
     )
-    assert oversized(package) == [
-        "mpift/file.py: 401 lines, more than 400",
-        "mpift/function.py:1: f has 61 lines, more than 60",
-    ]
+    assert oversized_files(package) == {"mpift/file.py": "mpift/file.py: 401 lines, more than 400"}
+    assert oversized_functions(package) == ["mpift/function.py:1: f has 61 lines, more than 60"]
