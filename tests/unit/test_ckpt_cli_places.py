@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from mpift.checkpoint.directory import INDEX
 from mpift.errors import CheckpointError
 from tests.unit.checkpoints import arrays, save
-from tests.unit.test_ckpt_cli import call, figures
+from tests.unit.ckpt_calls import call, figures
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)], ids=["", "dry run"])
