@@ -7,9 +7,11 @@ block. Nothing here loads torch or h5py.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +133,16 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
         borders.append(index)
     borders.append(len(sizes))
     return list(itertools.pairwise(borders))
+
+
+def sample(sizes: Sequence[int], count: int, seed: int) -> list[int]:
+    """Indices of ``sizes``, those at ``count`` random places of the whole, ascending: large entries
+    are found more often, and no pattern of small and large ones hides any for good."""
+    ends = list(itertools.accumulate(sizes))
+    if not ends or not ends[-1]:
+        return []
+    draw = random.Random(seed)
+    return sorted({bisect.bisect_right(ends, draw.randrange(ends[-1])) for _ in range(count)})
 
 
 def hyperslabs(

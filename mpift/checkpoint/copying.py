@@ -14,14 +14,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mpift.checkpoint.blocks import DIGEST_BYTES, digest_bytes
+from mpift.checkpoint.blocks import DIGEST_BYTES, digest_bytes, sample
 from mpift.checkpoint.share import Piece, Share, runs
 from mpift.checkpoint.state import Flat, as_bytes
 from mpift.devices import staging
 from mpift.errors import DeviceError
 
-_TRIED = 8  # blocks
-_CHANGED_MAX = 3  # of these
+_TRIED = 8  # blocks at most
+_CHANGED_PART_MAX = 0.4  # of these
 
 
 class Copying:
@@ -37,20 +37,25 @@ class Copying:
 
     # -- what differs ------------------------------------------------------------------------------
 
-    def would_find_most(self, held: bytes, start: int) -> bool:
-        """Whether most blocks have the digests ``held`` (all blocks', in order), as far as a few of
-        them tell, from the ``start``-th on. On a device they are not looked at."""
+    def would_find_most(self, held: bytes, seed: int) -> bool:
+        """Whether most bytes are in blocks that have the digests ``held`` (all blocks', in order),
+        as far as a few random ones tell. On a device they are not looked at, nor where a tensor
+        would have to be copied for it."""
         if any(tensor.device.type != "cpu" for tensor in self._tensors):
             return False
         blocks = list(self._blocks())
-        step = max(1, len(blocks) // _TRIED)
+        tried = [
+            number
+            for number in sample([p.stop - p.start for _, p in blocks], _TRIED, seed)
+            if self._tensors[blocks[number][0]].is_contiguous()
+        ]
         changed = 0
-        for number in range(start % step, len(blocks), step):
+        for number in tried:
             tensor, piece = blocks[number]
             changed += self._digest(tensor, piece, self._bytes(tensor)) != _entry(held, number)
-            if changed > _CHANGED_MAX:
+            if changed > _CHANGED_PART_MAX * len(tried):
                 return False
-        return True
+        return bool(tried)
 
     def differing(self, held: bytes) -> bytes:
         """Copy the blocks that have other digests than those ``held``; the digests of all."""

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from mpift import memory
@@ -217,11 +218,25 @@ _solo: SoloGroup | None = None
 class Manager(Protocol):
     """What is to be closed before the job ends."""
 
+    directory: Path
+    closed: bool
+
     def close(self) -> None:
         """Wait for what is under way; raises ``CheckpointError`` if the last save failed."""
 
 
 _managers: weakref.WeakSet[Manager] = weakref.WeakSet()
+
+
+def require_unused(directory: Path) -> None:
+    """Raises ``CheckpointError`` if a manager of this process writes there already: each would
+    remove what the other is about to commit."""
+    place = directory.resolve()
+    if any(not other.closed and other.directory.resolve() == place for other in _managers):
+        raise CheckpointError(
+            f"{directory} has an open CheckpointManager in this process already: close that first,"
+            " use it for both, or give this one another directory"
+        )
 
 
 def opened(manager: Manager) -> None:

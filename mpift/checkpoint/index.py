@@ -11,7 +11,6 @@ get it at any time.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -46,17 +45,23 @@ class _Stretch:
     stop: int
 
 
-def write_missing(directory: Directory) -> list[Path]:
-    """Write the index of each committed checkpoint that has none, the newest first; returns which.
-    A damaged one gets none. Raises ``OSError`` if the disk refuses."""
-    written = []
+def write_missing(directory: Directory, at_most: int | None = None) -> tuple[list[Path], list[str]]:
+    """Write the index of each committed checkpoint that has none, the newest first: which were
+    written, and what is wrong with those that can get none. Raises ``OSError`` if the disk refuses.
+    """
+    written: list[Path] = []
+    problems = []
     for committed in reversed(directory.committed()):
         path = committed.folder / INDEX
+        if len(written) == at_most:
+            break
         if not path.exists():
-            with contextlib.suppress(CheckpointDamagedError):
+            try:
                 write_index(directory.disk, path, directory.manifest(committed), "../..")
                 written.append(path)
-    return written
+            except CheckpointDamagedError as error:
+                problems.append(str(error))
+    return written, problems
 
 
 def write_index(disk: Disk, path: Path, manifest: Manifest, up: str) -> None:

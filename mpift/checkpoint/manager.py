@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from mpift.checkpoint import group as groups
+from mpift.checkpoint.arguments import check_arguments, check_options
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.following import follow
 from mpift.checkpoint.manifest import order_of, version_of
@@ -55,7 +56,7 @@ class CheckpointManager:
     waits. ``full_every``, ``compact_below``, ``timeout_seconds``: see ``saves.Rules``.
 
     Raises ``CheckpointError`` on all ranks if the directory can't be written to, or another job
-    writes to it.
+    or manager writes to it.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class CheckpointManager:
         timeout_seconds: float = 600.0,
         layout: str = "blocks",
     ) -> None:
-        _check(every, when_busy, layout)
+        check_options(every, when_busy, layout)
         rules = Rules(encode, keep, keep_every, full_every, compact_below, timeout_seconds)
         self._group = group = groups.current()
         config = group.config
         self.directory = Path(directory or config.checkpoint_directory).absolute()
+        groups.require_unused(self.directory)
         self.every = every or config.checkpoint_every or 1
         self._waits = when_busy == "wait"
         self._files = Directory(self.directory)
@@ -92,7 +94,7 @@ class CheckpointManager:
         self._last = 0  # the newest version that this rank was asked to save
         # Steps of a followed optimizer, and those that were made before its first.
         self._count: Callable[[], int] = lambda: 0
-        self._offset, self._closed = 0, False
+        self._offset, self.closed = 0, False
         self._patience_seconds = timeout_seconds  # at the end
         self._pid = os.getpid()
         self._tenancy = Tenancy(group, self._files, self._news.warn)
@@ -139,7 +141,7 @@ class CheckpointManager:
         Raises ``StaleVersionError`` if this or a newer step was saved since the last restore,
         ``CheckpointError`` for a state that can't be saved and, with ``wait``, if saving fails.
         """
-        _check_arguments(step, state)
+        check_arguments(step, state)
         self._news.surface()
         begun = self._snapshot(step, state, persist=True)
         if wait and begun and self.wait() and self.committed_step != step:
@@ -268,6 +270,7 @@ class CheckpointManager:
         mixture then and must not be trained on.
         """
         self._group.settle()
+        self._slots.doubt()
         restored = self._read(step, state, only, strict, rng)
         if restored is None:
             return None
@@ -310,7 +313,7 @@ class CheckpointManager:
         strict: bool,
         rng: bool,
     ) -> Restored | None:
-        _check_arguments(step, state)
+        check_arguments(step, state)
         self.wait()
         self._slots.fence()
         seat = self._group.seat(whole=self._ram is not None)
@@ -334,11 +337,12 @@ class CheckpointManager:
 
         Raises ``CheckpointError`` if the last save has failed: what was trained since is not saved.
         """
-        if self._closed or os.getpid() != self._pid:  # a forked child has nothing to give back
+        if self.closed or os.getpid() != self._pid:  # a forked child has nothing to give back
             return
-        if not self.wait(self._patience_seconds, index=False):
+        if not self._slots.wait(self._patience_seconds):
             self._news.fail(self._last, f"it is not through after {self._patience_seconds:g} s")
-        self._closed = True
+        self._saves.upkeep.wait(self._patience_seconds)
+        self.closed = True
         self._group.call(lambda: self._group.close(self._saves))
         self._scribe.close()
         # What only memory has is left there for the next job.
@@ -368,29 +372,9 @@ class CheckpointManager:
                 raise
 
 
-def _check(every: int | None, when_busy: str, layout: str) -> None:
-    if every is not None and every < 1:
-        raise ValueError(f"every must be at least 1, got {every}")
-    if when_busy not in ("skip", "wait"):
-        raise ValueError(f'when_busy must be "skip" or "wait", not {when_busy!r}')
-    if layout not in ("blocks", "shared"):
-        raise ValueError(f'layout must be "blocks" or "shared", not {layout!r}')
-
-
-def _check_arguments(step: object, state: object) -> None:
-    """Raises ``TypeError``: the two are easily confused."""
-    if step is not None and not isinstance(step, int):
-        raise TypeError(f"the step must be a whole number, not a {type(step).__name__}")
-    if state is not None and not isinstance(state, Mapping):
-        raise TypeError(
-            "the state must be a dictionary of names to objects, such as"
-            f' {{"model": model, "optimizer": optimizer}}, not a {type(state).__name__}'
-        )
-
-
 def _close_at_exit(reference: weakref.ref[CheckpointManager]) -> None:
     manager = reference()
-    if manager is None or manager._closed or os.getpid() != manager._pid:
+    if manager is None or manager.closed or os.getpid() != manager._pid:
         return
     try:
         manager.close()

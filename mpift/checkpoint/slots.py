@@ -141,6 +141,10 @@ class Slots:
         if written.digests:
             self._snapshots.learn(version, written.digests)
 
+    def doubt(self) -> None:
+        """What arenas hold may be damaged. From any thread."""
+        self._snapshots.doubt()
+
     def seal(self, capture: Capture, then: Callable[[str], None]) -> None:
         """Let a snapshot count in memory, where there is a RAM tier; ``then`` gets the error, if
         there was one."""
@@ -152,6 +156,7 @@ class Slots:
             if result is not None:
                 self._snapshots.learn(capture.version, result.digests)
             if error:
+                self._snapshots.doubt()
                 self.skip(capture.version)  # the others must not wait for it
             then(error)
 

@@ -87,7 +87,7 @@ class Snapshots:
         arena.begin()
         copying = Copying(flat, share, arena.data)
         arrive, digests = None, b""
-        if known and copying.would_find_most(known, start=version):
+        if known and copying.would_find_most(known, seed=version):
             digests = copying.differing(known)
         else:
             arrive = copying.everything(self._staging)
@@ -128,7 +128,9 @@ class Snapshots:
     def _arena(self, slot: int, told_bytes: int) -> Arena:
         arena = self._arenas[slot]
         if arena is not None and (
-            arena.capacity < self.size_bytes or arena.contents_room < told_bytes
+            arena.capacity < self.size_bytes
+            or arena.contents_room < told_bytes
+            or not arena.is_in_place()  # somebody has cleaned up, and no writer would find it
         ):
             arena.unlink()
             arena.close()

@@ -40,14 +40,13 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     connection = Connection(descriptor)
-    while True:
-        try:
+    try:
+        while True:
             name, arguments = connection.recv()
-        except (EOFError, OSError):
-            if orphans:  # the parent is gone, or closes: then it removes them, too
-                workshop.remove_arenas()
-            return
-        connection.send(_answer(workshop, name, arguments))
+            connection.send(_answer(workshop, name, arguments))
+    except (EOFError, OSError):
+        if orphans:  # the parent is gone, or closes: then it removes them, too
+            workshop.remove_arenas()
 
 
 def _answer(workshop: Workshop, name: str, arguments: dict[str, Any]) -> tuple[Any, str]:

@@ -20,7 +20,7 @@ import numpy as np
 from mpift.checkpoint import encoding, index, manifest, retention
 from mpift.checkpoint.arena import Arena, Contents
 from mpift.checkpoint.blockfile import write_blocks
-from mpift.checkpoint.blocks import DIGEST_BYTES, Block, TensorSpec, digest
+from mpift.checkpoint.blocks import DIGEST_BYTES, Block, TensorSpec, digest, sample
 from mpift.checkpoint.comparing import Committed, is_there
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
@@ -76,7 +76,7 @@ class Workshop:
         base = self._load_base(order)
         old = Committed(base, order.root, order.compact_below) if base is not None else None
         known = self._known_digests(arena, contents)
-        digests = known or _to_compare(pieces, old)
+        digests = known or _to_compare(pieces, old, order.version)
         stored = [
             old.same(p.name, p.spec, p.index, d) if old else None
             for p, d in zip(pieces, digests, strict=True)
@@ -162,14 +162,14 @@ class Workshop:
 
     def _load_base(self, order: Order) -> Manifest | None:
         """The checkpoint to compare with, if it is still there and can be read: on what is damaged
-        nothing is built."""
+        nothing is built, and without one everything is written."""
         if order.base is None:
             return None
         directory = self._open(order.root)
         generation, step = manifest.order_of(order.base)
         try:
             return directory.manifest(directory.find(step, generation))
-        except CheckpointError:
+        except (CheckpointError, OSError):
             return None
 
     def _open(self, root: Path) -> Directory:
@@ -243,9 +243,11 @@ class Workshop:
         )
 
     def index(self, root: Path) -> None:
-        """Write the index for readers without mpift: that of the checkpoint just published, and any
-        that a job did not come to when it ended."""
-        index.write_missing(self._open(root))
+        """Write the index for readers without mpift: that of the checkpoint just published, and one
+        of those that a job did not come to when it ended. Writing blocks waits for no more."""
+        _, problems = index.write_missing(self._open(root), at_most=2)
+        if problems:
+            raise CheckpointDamagedError(problems[0])
 
     def sweep(self, root: Path, **rules: Any) -> retention.Swept:
         """Remove what nobody needs any more (``retention.sweep``)."""
@@ -255,14 +257,19 @@ class Workshop:
 
     def seal(self, slot: Path, path: Path, job_name: str, unix_time: float) -> Sealed | None:
         """Let this rank's arena count as part of a checkpoint in memory; None if it holds nothing.
-        Its files need no syncing: they don't outlast the memory."""
+        Its files need no syncing: they don't outlast the memory.
+
+        Raises ``CheckpointError`` if it is not what the snapshot's digests were made of: blocks
+        that did not change lie there for long.
+        """
         arena = self._map(path)
         contents = arena.contents()
         if contents is None:
             return None
         pieces = list(pieces_of(contents, arena.data, contents.ranges))
-        digests = _hexadecimal(arena.digests())
-        digests = digests or [digest(piece.data, piece.spec.dtype) for piece in pieces]
+        digests = [digest(piece.data, piece.spec.dtype) for piece in pieces]
+        if arena.digests() not in (b"", _joined(digests)) and arena.version == contents.version:
+            raise CheckpointError(f"the memory of {path} is damaged")
         offset = arena.path.stat().st_size - arena.capacity
         file = BlockFile(arena.path.name, offset + arena.capacity)
         stored = []
@@ -297,10 +304,11 @@ def _seal_whole(
     return True
 
 
-def _to_compare(pieces: Sequence[Piece], old: Committed | None) -> list[str]:
+def _to_compare(pieces: Sequence[Piece], old: Committed | None, seed: int) -> list[str]:
     """The digests of the blocks; or empty ones, which are made while they are written, if there is
     nothing to compare with, or all seem to be new: some that are not are stored again then."""
-    tried = pieces[:: max(1, len(pieces) // _TRIED)]
+    numbers = sample([len(piece.data) for piece in pieces], _TRIED, seed)
+    tried = [pieces[number] for number in numbers]
     if old is None or not any(
         old.same(p.name, p.spec, p.index, digest(p.data, p.spec.dtype)) for p in tried
     ):

@@ -282,9 +282,11 @@ def index(directory: Dir, json_file: JsonFile = None) -> None:
     found = Directory(directory)
     with _told(), found.reading():
         _found(found, None)  # or there is none at all
-        written = [str(path) for path in write_missing(found)]
-    lines = [f"wrote {path}" for path in written] or ["no index is missing"]
-    _show(lines, {"written": written}, json_file)
+        paths, damage = write_missing(found)
+    written = [str(path) for path in paths]
+    lines = [*(f"wrote {path}" for path in written), *damage] or ["no index is missing"]
+    _show(lines, {"written": written, "damage": damage}, json_file)
+    _leave_if_damaged(bool(damage))
 
 
 # -- what the commands share -----------------------------------------------------------------------

@@ -189,9 +189,23 @@ def test_a_missing_index_is_no_damage_and_is_written_anew(copied: Whole) -> None
     assert training.require(restored_from(root)) == 3
     directory = Directory(root)
     assert list(directory.damage(directory.find(3))) == []
-    assert write_missing(directory) == [index]
+    assert write_missing(directory) == ([index], [])
     assert index.read_bytes() == before
-    assert write_missing(directory) == []
+    assert write_missing(directory) == ([], [])
+
+
+def test_a_job_completes_some_indexes_at_a_time_and_the_newest_first(copied: Whole) -> None:
+    root, _ = copied
+    directory = Directory(root)
+    missing = [found.folder / "index.h5" for found in directory.committed()]
+    for index in missing:
+        index.unlink()
+    flip(missing[0].with_name("manifest.json"), 5)
+    written, problems = write_missing(directory, at_most=1)
+    assert (written, problems) == ([missing[-1]], [])
+    written, (problem,) = write_missing(directory)
+    assert written == missing[-2:0:-1]
+    assert "is not what was committed" in problem
 
 
 def test_without_commit_it_is_no_checkpoint_and_no_damage(copied: Whole) -> None:

@@ -309,17 +309,42 @@ def test_whoever_waits_for_a_save_gets_its_failure_as_an_error(make: Make, direc
 def test_closing_after_a_failed_save_is_an_error_but_hides_none_of_the_script(
     make: Make, directory: Path
 ) -> None:
-    manager, second = make(), make()
-    repair = break_storage(directory)
-    for each in (manager, second):
-        each.save(1, {"x": torch.ones(3)})
-        each.wait()
+    def failed() -> CheckpointManager:
+        manager = make()
+        repair = break_storage(directory)
+        manager.save(1, {"x": torch.ones(3)})
+        manager.wait()
+        repair()
+        return manager
+
+    manager = failed()
     with pytest.warns(UserWarning, match="step 1"), pytest.raises(CheckpointError, match="failed"):
         manager.close()
     manager.close()  # it is closed
+    second = failed()
     with pytest.warns(UserWarning, match="step 1"), pytest.raises(KeyError, match="script"), second:
         raise KeyError("script")
-    repair()
+
+
+def test_a_directory_has_one_manager_at_a_time(make: Make, directory: Path, tmp_path: Path) -> None:
+    manager = make()
+    (tmp_path / "link").symlink_to(directory)
+    for name in (directory, tmp_path / "link"):
+        with pytest.raises(CheckpointError, match="an open CheckpointManager in this process"):
+            CheckpointManager(name)
+    assert manager.save(1, {"x": torch.ones(3)}, wait=True)
+    manager.close()
+    assert make().steps() == [1]
+
+
+def test_an_arena_that_somebody_has_removed_is_made_anew(make: Make) -> None:
+    manager = make()
+    for step in (1, 2, 3):
+        assert manager.save(step, {"x": torch.full((3,), step)}, wait=True)
+        manager._slots.path(0, 0).unlink()
+    restored = manager.restore()
+    assert restored is not None
+    assert restored.values["x"].tolist() == [3, 3, 3]
 
 
 def test_a_writer_that_is_killed_in_the_middle_fails_that_save_alone(make: Make) -> None:

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from mpift.checkpoint.directory import INDEX
 from mpift.errors import CheckpointError
-from tests.unit.checkpoints import arrays, save
+from tests.unit.checkpoints import arrays, flip, save
 from tests.unit.ckpt_calls import call, figures
 
 
@@ -65,4 +65,9 @@ def test_an_index_that_is_missing_is_told_and_written(tmp_path: Path) -> None:
     assert f"wrote {index}" in call("index", str(tmp_path))[1]
     assert index.read_bytes() == before
     assert "no index is missing" in call("index", str(tmp_path))[1]
-    assert figures("index", str(tmp_path)) == {"written": []}
+    assert figures("index", str(tmp_path)) == {"written": [], "damage": []}
+    index.unlink()
+    flip(saved.committed.folder / "manifest.json", 5)
+    code, text = call("index", str(tmp_path))
+    assert code == 5
+    assert "is not what was committed" in text

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpift.checkpoint.arena import Arena
-from mpift.checkpoint.blocks import DIGEST_BYTES, SPARSE_BLOCK_BYTES, digest_bytes
+from mpift.checkpoint.blocks import DIGEST_BYTES, SPARSE_BLOCK_BYTES, digest_bytes, sample
 from mpift.checkpoint.group import Seat
 from mpift.checkpoint.snapshot import Snapshots
 from mpift.checkpoint.state import as_bytes, flatten
@@ -99,6 +99,17 @@ def test_only_what_differs_is_copied_where_most_is_as_it_was(taker: Taker) -> No
     arena.data[5 * SPARSE_BLOCK_BYTES] = 0
     taker.require_same()
     assert arena.digests()
+
+
+def test_what_is_tried_is_chosen_by_bytes_and_another_each_time() -> None:
+    sizes = [1, 1000, 1] * 100
+    tried = [sample(sizes, 8, seed) for seed in range(50)]
+    assert all(chosen == sorted(set(chosen)) and 0 < len(chosen) <= 8 for chosen in tried)
+    found = {index for chosen in tried for index in chosen}
+    assert len(found) > 80
+    assert sum(sizes[index] for index in found) > 999 * len(found) * 0.9
+    assert sample([], 8, seed=0) == sample([0, 0], 8, seed=0) == []
+    assert sample([0, 5, 0], 8, seed=0) == [1]
 
 
 def test_everything_is_copied_where_most_has_changed(taker: Taker) -> None:

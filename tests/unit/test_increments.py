@@ -10,7 +10,7 @@ import h5py
 import pytest
 import torch
 
-from mpift.checkpoint import CheckpointManager
+from mpift.checkpoint import CheckpointManager, copying
 from mpift.checkpoint.arena import Arena
 from mpift.checkpoint.blocks import SPARSE_BLOCK_BYTES, digest
 from mpift.checkpoint.directory import INDEX, Directory
@@ -18,6 +18,7 @@ from mpift.checkpoint.durable import Disk
 from mpift.checkpoint.manifest import Manifest
 from mpift.checkpoint.orders import Order
 from mpift.checkpoint.part import Part
+from mpift.checkpoint.state import as_bytes
 from mpift.checkpoint.writing import Workshop, pieces_of
 from mpift.errors import CheckpointError
 from tests.unit.fake_savers import Crew, version
@@ -117,6 +118,67 @@ def test_memory_that_was_damaged_meanwhile_costs_one_save_and_reaches_no_checkpo
         assert restored is not None
         assert torch.equal(restored.values["table"]["weight"], expected)
     assert list(Directory(directory).damage(Directory(directory).find(5))) == []
+
+
+def test_large_blocks_that_rest_between_small_ones_that_change_are_stored_once(
+    manager: CheckpointManager, directory: Path
+) -> None:
+    layers = [torch.nn.Embedding(1, SPARSE_BLOCK_BYTES // 4) for _ in range(33)]
+    adapters = [torch.zeros(2, 16) for _ in layers]
+    state: dict[str, Any] = {}
+    for number, (layer, adapter) in enumerate(zip(layers, adapters, strict=True)):
+        state |= {f"{number}": layer, f"{number} a": adapter[0], f"{number} b": adapter[1]}
+    for step in (1, 2, 3):
+        for adapter in adapters:
+            adapter.add_(1)
+        assert manager.save(step, state, wait=True)
+        if step > 1:
+            assert manifest_of(directory, step).changed_bytes < SPARSE_BLOCK_BYTES
+
+
+def test_a_tensor_that_is_copied_to_be_read_is_copied_once(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = torch.zeros(300, 1000).t()
+    assert manager.save(1, {"x": big}, wait=True)
+    copied: list[int] = []
+
+    def counted(tensor: torch.Tensor) -> Any:
+        copied.append(tensor.numel())
+        return as_bytes(tensor)
+
+    monkeypatch.setattr(copying, "as_bytes", counted)
+    big[0, 0] = 1
+    assert manager.save(2, {"x": big}, wait=True)
+    assert copied.count(big.numel()) == 1
+
+
+def test_memory_that_is_damaged_under_a_snapshot_costs_no_later_one(
+    directory: Path, tmp_path: Path
+) -> None:
+    training = Training()
+    with CheckpointManager(directory, ram_every=1, ram_directory=tmp_path) as manager:
+
+        def snapshots(first: int) -> None:
+            for step in range(first, first + 4):
+                training.change(range(step % 3, step % 3 + 1), float(step))
+                manager._snapshot(step, training.state, persist=False)
+                assert manager.wait()
+
+        assert manager.save(1, training.state, wait=True)
+        snapshots(2)
+        for path in tmp_path.glob("*/slot-*/rank-0.arena"):
+            Arena.open(path).data[10 * SPARSE_BLOCK_BYTES] ^= 1  # of a row that rests
+        snapshots(6)
+        with pytest.warns(UserWarning, match="is not kept in memory: .*is damaged"):
+            manager._news.surface()
+        snapshots(10)
+        wanted = training.table.weight.clone()
+        training.table.weight.zero_()
+        restored = manager.restore(state=training.state)
+        assert restored is not None
+        assert (restored.step, restored.source) == (13, "memory")
+        assert torch.equal(training.table.weight, wanted)
 
 
 def test_who_waits_for_a_save_finds_its_index(manager: CheckpointManager, directory: Path) -> None:
