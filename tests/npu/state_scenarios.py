@@ -305,9 +305,12 @@ def commits() -> dict[str, Any]:
         state.kept.add_(1.0)
         moved = state_digest(model, optimizer)
         state.restore()
+        # Like all of torch's work, it is done in this stream's order: no other may look before.
+        restored = state_digest(model, optimizer)
+        torch.npu.current_stream().synchronize()
     found = {
         "decided": version == 3000,
-        "back": moved != committed and state_digest(model, optimizer) == committed,
+        "back": moved != committed and restored == committed,
         "kept": [str(state.kept.device) == str(device), state.kept.tolist()],
         "devices": devices_of(optimizer),
     }

@@ -34,17 +34,22 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Managers of one directory, closed in the end whatever has become of their saves."""
+    """Managers of one directory, each closed before the next one is made, and in the end, whatever
+    has become of its saves."""
     made: list[CheckpointManager] = []
 
+    def close() -> None:
+        for each in made:
+            each._news.failure = ""
+            each.close()
+
     def manager(**options: Any) -> CheckpointManager:
+        close()
         made.append(CheckpointManager(tmp_path / "checkpoints", **options))
         return made[-1]
 
     yield manager
-    for each in made:
-        each._news.failure = ""
-        each.close()
+    close()
 
 
 class Training:
