@@ -267,8 +267,7 @@ def saved_while_late() -> dict[str, Any]:
     for step in again.steps():
         again.restore(step, {"model": other, "optimizer": second})
         found[step] = trained_digest(other, second) == at[step]
-    again.close()
-    hvd.shutdown()
+    hvd.shutdown()  # closes the manager, too
     return {
         "steps": found,
         "replayed": sum(report.replayed for report in optimizer.rounds),
@@ -305,9 +304,7 @@ def commits() -> dict[str, Any]:
         state.kept.add_(1.0)
         moved = state_digest(model, optimizer)
         state.restore()
-        # Like all of torch's work, it is done in this stream's order: no other may look before.
-        restored = state_digest(model, optimizer)
-        torch.npu.current_stream().synchronize()
+        restored = state_digest(model, optimizer)  # in this stream's order, as all of torch's work
     found = {
         "decided": version == 3000,
         "back": moved != committed and restored == committed,

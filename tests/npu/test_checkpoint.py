@@ -34,22 +34,17 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Managers of one directory, each closed before the next one is made, and in the end, whatever
-    has become of its saves."""
+    """Managers of one directory, closed in the end whatever has become of their saves."""
     made: list[CheckpointManager] = []
 
-    def close() -> None:
-        for each in made:
-            each._news.failure = ""
-            each.close()
-
     def manager(**options: Any) -> CheckpointManager:
-        close()
         made.append(CheckpointManager(tmp_path / "checkpoints", **options))
         return made[-1]
 
     yield manager
-    close()
+    for each in made:
+        each._news.failure = ""
+        each.close()
 
 
 class Training:
@@ -226,11 +221,11 @@ def test_what_one_kind_of_device_has_saved_another_restores(
     saved = saved_by(make, training)
     other = Training(there, seed=1)
     other.step()
-    restored = make().restore(state=other.state)
-    assert restored is not None
+    manager = make()
+    assert manager.restore(state=other.state) is not None
     assert alike(other.tensors(), saved)
     assert set(other.devices()) == {there, "cpu"}
-    loaded = make().load(state=None)
+    loaded = manager.load(state=None)
     assert loaded is not None
     assert loaded.values["model"]["0.weight"].device.type == "cpu"
 

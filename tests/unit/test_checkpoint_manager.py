@@ -337,16 +337,6 @@ def test_a_directory_has_one_manager_at_a_time(make: Make, directory: Path, tmp_
     assert make().steps() == [1]
 
 
-def test_an_arena_that_somebody_has_removed_is_made_anew(make: Make) -> None:
-    manager = make()
-    for step in (1, 2, 3):
-        assert manager.save(step, {"x": torch.full((3,), step)}, wait=True)
-        manager._slots.path(0, 0).unlink()
-    restored = manager.restore()
-    assert restored is not None
-    assert restored.values["x"].tolist() == [3, 3, 3]
-
-
 def test_a_writer_that_is_killed_in_the_middle_fails_that_save_alone(make: Make) -> None:
     manager = make()
     hold(manager)

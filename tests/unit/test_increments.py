@@ -181,6 +181,15 @@ def test_memory_that_is_damaged_under_a_snapshot_costs_no_later_one(
         assert torch.equal(training.table.weight, wanted)
 
 
+def test_an_arena_that_somebody_has_removed_is_made_anew(manager: CheckpointManager) -> None:
+    for step in (1, 2, 3):
+        assert manager.save(step, {"x": torch.full((3,), step)}, wait=True)
+        manager._slots.path(0, 0).unlink()
+    restored = manager.restore()
+    assert restored is not None
+    assert restored.values["x"].tolist() == [3, 3, 3]
+
+
 def test_who_waits_for_a_save_finds_its_index(manager: CheckpointManager, directory: Path) -> None:
     training = Training()
     for step in range(1, 6):
