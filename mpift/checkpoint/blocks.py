@@ -135,10 +135,10 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(borders))
 
 
-def sample(sizes: Sequence[int], count: int, seed: int) -> list[int]:
-    """Indices of ``sizes``, those at ``count`` random places of the whole, ascending: large entries
-    are found more often, and no pattern of small and large ones hides any for good."""
-    ends = list(itertools.accumulate(sizes))
+def sample(ends: Sequence[int], count: int, seed: int) -> list[int]:
+    """Indices of what lies at ``count`` random places of a whole of which each entry ends at one of
+    ``ends``, ascending: large entries are found more often, and no pattern of small and large ones
+    hides any for good."""
     if not ends or not ends[-1]:
         return []
     draw = random.Random(seed)

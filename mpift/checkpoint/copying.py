@@ -8,11 +8,10 @@ training, it would hold training twice as long: so a few blocks are tried first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from mpift.checkpoint.blocks import DIGEST_BYTES, digest_bytes, sample
 from mpift.checkpoint.share import Piece, Share, runs
@@ -28,14 +27,12 @@ class Copying:
     """One copy of a rank's ``share`` of ``flat`` to ``data``, uint8[share.size_bytes]."""
 
     def __init__(self, flat: Flat, share: Share, data: np.ndarray) -> None:
-        self._shared = tuple(flat.shared_tensors.values())
-        self._own = tuple(flat.own_tensors.values())
-        self._tensors = (*self._shared, *self._own)
-        self._specs = [flat.specs[n] for n in (*flat.shared_tensors, *flat.own_tensors)]
+        self._tensors = (*flat.shared_tensors.values(), *flat.own_tensors.values())
+        names = (*flat.shared_tensors, *flat.own_tensors)
+        self._dtypes = [flat.specs[name].dtype for name in names]
+        self._own_from = len(flat.shared_tensors)
         self._share = share
         self._data = data
-
-    # -- what differs ------------------------------------------------------------------------------
 
     def would_find_most(self, held: bytes, seed: int) -> bool:
         """Whether most bytes are in blocks that have the digests ``held`` (all blocks', in order),
@@ -43,16 +40,16 @@ class Copying:
         would have to be copied for it."""
         if any(tensor.device.type != "cpu" for tensor in self._tensors):
             return False
-        blocks = list(self._blocks())
+        blocks = self._share.blocks
         tried = [
             number
-            for number in sample([p.stop - p.start for _, p in blocks], _TRIED, seed)
-            if self._tensors[blocks[number][0]].is_contiguous()
+            for number in sample(self._share.ends, _TRIED, seed)
+            if self._tensors[blocks[number].tensor].is_contiguous()
         ]
         changed = 0
         for number in tried:
-            tensor, piece = blocks[number]
-            changed += self._digest(tensor, piece, self._bytes(tensor)) != _entry(held, number)
+            data = as_bytes(self._tensors[blocks[number].tensor])
+            changed += self._digest(blocks[number], data) != _entry(held, number)
             if changed > _CHANGED_PART_MAX * len(tried):
                 return False
         return bool(tried)
@@ -61,34 +58,28 @@ class Copying:
         """Copy the blocks that have other digests than those ``held``; the digests of all."""
         found: list[bytes] = []
         last, data = -1, np.empty(0, np.uint8)
-        for number, (tensor, piece) in enumerate(self._blocks()):
-            if tensor != last:
-                last, data = tensor, self._bytes(tensor)
-            found.append(self._digest(tensor, piece, data))
+        for number, piece in enumerate(self._share.blocks):
+            if piece.tensor != last:
+                last, data = piece.tensor, as_bytes(self._tensors[piece.tensor])
+            found.append(self._digest(piece, data))
             if found[-1] != _entry(held, number):
                 np.copyto(self._target(piece), data[piece.start : piece.stop])
         return b"".join(found)
 
-    def _blocks(self) -> Iterator[tuple[int, Piece]]:
-        """Each with its tensor's number among all."""
-        yield from ((piece.tensor, piece) for piece in self._share.shared)
-        yield from ((len(self._shared) + piece.tensor, piece) for piece in self._share.own)
-
-    def _bytes(self, tensor: int) -> np.ndarray:
-        return as_bytes(self._tensors[tensor])
-
-    def _digest(self, tensor: int, piece: Piece, data: np.ndarray) -> bytes:
-        return digest_bytes(data[piece.start : piece.stop], self._specs[tensor].dtype)
-
-    def _target(self, piece: Piece) -> np.ndarray:
-        return self._data[piece.offset : piece.offset + piece.stop - piece.start]
-
-    # -- everything --------------------------------------------------------------------------------
-
     def everything(self, devices: staging.Staging) -> Callable[[], None] | None:
         """Copy all; what comes from a device is only begun, and what is returned waits for it."""
-        on_device = list(self._copied(self._shared, runs(self._share.shared)))
-        may_change = list(self._copied(self._own, runs(self._share.own)))
+        on_device: list[staging.Piece] = []
+        may_change: list[staging.Piece] = []
+        last, data = -1, np.empty(0, np.uint8)
+        for piece in runs(self._share.blocks):
+            tensor, target = self._tensors[piece.tensor], self._target(piece)
+            if tensor.device.type != "cpu":
+                there = on_device if piece.tensor < self._own_from else may_change
+                there.append(staging.Piece(tensor, piece.start, piece.stop, target))
+                continue
+            if piece.tensor != last:
+                last, data = piece.tensor, as_bytes(tensor)
+            np.copyto(target, data[piece.start : piece.stop])
         if not on_device and not may_change:
             return None
         try:
@@ -97,19 +88,11 @@ class Copying:
         except RuntimeError as error:  # what torch makes of a device's fault, and of no memory
             raise DeviceError(f"a device could not be read: {error}") from error
 
-    def _copied(
-        self, tensors: Sequence[torch.Tensor], pieces: Iterable[Piece]
-    ) -> Iterator[staging.Piece]:
-        """Copies what is in host memory; gives what is on a device."""
-        last, data = -1, np.empty(0, np.uint8)
-        for piece in pieces:
-            tensor, target = tensors[piece.tensor], self._target(piece)
-            if tensor.device.type != "cpu":
-                yield staging.Piece(tensor, piece.start, piece.stop, target)
-                continue
-            if piece.tensor != last:
-                last, data = piece.tensor, as_bytes(tensor)
-            np.copyto(target, data[piece.start : piece.stop])
+    def _digest(self, piece: Piece, data: np.ndarray) -> bytes:
+        return digest_bytes(data[piece.start : piece.stop], self._dtypes[piece.tensor])
+
+    def _target(self, piece: Piece) -> np.ndarray:
+        return self._data[piece.offset : piece.offset + piece.stop - piece.start]
 
 
 def _entry(digests: bytes, number: int) -> bytes:

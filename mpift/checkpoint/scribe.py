@@ -22,7 +22,7 @@ from typing import Any
 # (result, error in words or ""): called on the scribe's thread
 Then = Callable[[Any, str], None]
 
-_END_SECONDS = 30.0  # an index of many tensors, or many files to remove, may be under way
+_END_SECONDS = 30.0  # many files to remove may be under way
 
 
 class Scribe:

@@ -15,7 +15,8 @@ from mpift.checkpoint.group import Seat
 
 
 class Piece(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a tensor, which lie at ``offset`` of the arena."""
+    """Bytes ``start`` to ``stop`` of a tensor, which lie at ``offset`` of the arena. Tensors are
+    counted through those that all ranks hold alike, and on through this rank's own."""
 
     tensor: int
     start: int
@@ -25,19 +26,18 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """``shared`` and ``own`` are the blocks, in the order of their bytes in the arena, of the
-    tensors that all ranks hold alike and of this rank's own; ``ranges`` are the numbers of the
-    former, counted through all shared tensors. ``layout`` stands for how these are cut."""
+    """``blocks`` in the order of their bytes in the arena, each with its end there in ``ends``: of
+    the shared tensors those with numbers in ``ranges``, counted through all shared tensors, then
+    all of this rank's own. ``layout`` stands for how the shared tensors are cut."""
 
     ranges: tuple[tuple[int, int], ...]
-    shared: tuple[Piece, ...]
-    own: tuple[Piece, ...]
+    blocks: tuple[Piece, ...]
+    ends: tuple[int, ...]
     layout: str
-    size_bytes: int
 
     @property
-    def block_count(self) -> int:
-        return len(self.shared) + len(self.own)
+    def size_bytes(self) -> int:
+        return self.ends[-1] if self.ends else 0
 
 
 def share_of(shared: Sequence[TensorSpec], own: Sequence[TensorSpec], seat: Seat) -> Share:
@@ -46,19 +46,21 @@ def share_of(shared: Sequence[TensorSpec], own: Sequence[TensorSpec], seat: Seat
     ranges = _ranges(sizes, seat)
     text = json.dumps([[s.name, s.dtype, s.shape, s.block_bytes] for s in shared])
     layout = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    places: tuple[list[Piece], list[Piece]] = ([], [])
-    offset = 0
     of_shared = (
         (tensor, *shared[tensor].block(block))
         for first, last in ranges
         for _, tensor, block in blocks_between(shared, first, last)
     )
-    of_own = ((tensor, *block) for tensor, spec in enumerate(own) for block in spec.blocks())
-    for found, blocks in zip(places, (of_shared, of_own), strict=True):
-        for tensor, start, stop in blocks:
-            found.append(Piece(tensor, start, stop, offset))
-            offset += stop - start
-    return Share(ranges, tuple(places[0]), tuple(places[1]), layout, offset)
+    of_own = (
+        (tensor, *block) for tensor, spec in enumerate(own, len(shared)) for block in spec.blocks()
+    )
+    blocks = []
+    offset = 0
+    for tensor, start, stop in itertools.chain(of_shared, of_own):
+        blocks.append(Piece(tensor, start, stop, offset))
+        offset += stop - start
+    ends = tuple(piece.offset + piece.stop - piece.start for piece in blocks)
+    return Share(ranges, tuple(blocks), ends, layout)
 
 
 def runs(pieces: Sequence[Piece]) -> Iterator[Piece]:

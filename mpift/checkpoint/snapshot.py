@@ -55,7 +55,7 @@ class Snapshots:
         self._arenas: list[Arena | None] = [None] * slots
         self._held: list[_Held | None] = [None] * slots
         self._key: Any = None
-        self._share = Share((), (), (), "", 0)
+        self._share = Share((), (), (), "")
         self._staging = staging.Staging()
 
     @property
@@ -82,7 +82,7 @@ class Snapshots:
             self._share, self._key = share_of(shared, own, seat), key
         share, contents = self._share, self._contents(flat, version, seat, shared, own)
         begin()
-        arena = self._arena(slot, len(contents) + DIGEST_BYTES * share.block_count)
+        arena = self._arena(slot, len(contents) + DIGEST_BYTES * len(share.blocks))
         known = self._known(slot, arena)
         arena.begin()
         copying = Copying(flat, share, arena.data)

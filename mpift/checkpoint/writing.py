@@ -9,6 +9,7 @@ committed checkpoint, never with anything in memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -307,8 +308,8 @@ def _seal_whole(
 def _to_compare(pieces: Sequence[Piece], old: Committed | None, seed: int) -> list[str]:
     """The digests of the blocks; or empty ones, which are made while they are written, if there is
     nothing to compare with, or all seem to be new: some that are not are stored again then."""
-    numbers = sample([len(piece.data) for piece in pieces], _TRIED, seed)
-    tried = [pieces[number] for number in numbers]
+    ends = list(itertools.accumulate(len(piece.data) for piece in pieces))
+    tried = [pieces[number] for number in sample(ends, _TRIED, seed)]
     if old is None or not any(
         old.same(p.name, p.spec, p.index, digest(p.data, p.spec.dtype)) for p in tried
     ):
