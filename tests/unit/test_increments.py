@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,14 @@ def test_memory_that_was_damaged_meanwhile_costs_one_save_and_reaches_no_checkpo
     with pytest.raises(CheckpointError, match="reads back other than it was written"):
         manager.save(4, training.state, wait=True)  # the first that is written whole
     assert manager.committed_step == 3
-    newest = training.change(range(5, 6), 1.0)
-    assert manager.save(5, training.state, wait=True)
-    for step, expected in ((3, wanted), (5, newest)):
+    for step in (5, 6, 7):  # the last of these is written whole, too
+        newest = training.change(range(step, step + 1), 1.0)
+        assert manager.save(step, training.state, wait=True)
+    for step, expected in ((3, wanted), (7, newest)):
         restored = manager.restore(step)
         assert restored is not None
         assert torch.equal(restored.values["table"]["weight"], expected)
-    assert list(Directory(directory).damage(Directory(directory).find(5))) == []
+    assert list(Directory(directory).damage(Directory(directory).find(7))) == []
 
 
 def test_large_blocks_that_rest_between_small_ones_that_change_are_stored_once(
@@ -179,6 +181,61 @@ def test_memory_that_is_damaged_under_a_snapshot_costs_no_later_one(
         assert restored is not None
         assert (restored.step, restored.source) == (13, "memory")
         assert torch.equal(training.table.weight, wanted)
+
+
+def test_memory_that_a_restore_found_damaged_is_copied_anew(
+    directory: Path, tmp_path: Path
+) -> None:
+    training = Training()
+    with CheckpointManager(directory, ram_every=1, ram_directory=tmp_path) as manager:
+        assert manager.save(1, training.state, wait=True)
+        for step in (2, 3, 4):
+            manager._snapshot(step, training.state, persist=False)
+            assert manager.wait()
+        for path in tmp_path.glob("*/slot-*/rank-0.arena"):
+            Arena.open(path).data[10 * SPARSE_BLOCK_BYTES] ^= 1
+        training.table.weight.add_(1)
+        with pytest.warns(UserWarning, match="the snapshot in memory is damaged"):
+            restored = manager.restore(state=training.state)
+        assert restored is not None
+        assert (restored.step, restored.source) == (1, "storage")
+        for step in (5, 6):
+            manager._snapshot(step, training.state, persist=False)
+            assert manager.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager._news.surface()
+        restored = manager.restore(state=training.state)
+        assert restored is not None
+        assert (restored.step, restored.source) == (6, "memory")
+
+
+class OverwritingDisk(Disk):
+    """A snapshot is taken into the arena while it is being written from."""
+
+    def __init__(self, overwrite: Callable[[], object]) -> None:
+        self._overwrite = overwrite
+
+    def sync(self, path: Path) -> None:
+        super().sync(path)
+        self._overwrite()
+
+
+def test_what_was_overwritten_while_it_was_written_is_no_part_of_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    Directory(root).prepare()
+    rank = Neighbour(Crew(1), 0, root, tmp_path)
+    assert rank.snapshot(1)
+    _, slot = rank.ram.newest()
+    path = rank.slots.path(0, slot)
+    arena = Arena.open(path)
+    order = Order(root, (path,), version(1), "0000000001-w0-e0-a0-g1.h5", None)
+    with pytest.raises(CheckpointError, match="overwritten while it was written"):
+        Workshop(OverwritingDisk(arena.begin), 1).write(order)
+    rank.slots.close(keep=False)
 
 
 def test_an_arena_that_somebody_has_removed_is_made_anew(manager: CheckpointManager) -> None:
