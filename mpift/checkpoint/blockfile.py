@@ -45,7 +45,7 @@ BEGIN_BYTES = 8 << 20
 BOTH_FILTERS_SKIPPED = 0b11
 
 Begin: TypeAlias = Callable[[int, int], object]  # (first byte, bytes): these were written
-Digest: TypeAlias = Callable[[int], object]  # (number of a block): it is about to be written
+MakeDigest: TypeAlias = Callable[[int], object]  # (number of a block): it is about to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _write(
     blocks: Sequence[Block],
     threads: int,
     begin: Begin,
-    make_digest: Digest,
+    make_digest: MakeDigest,
 ) -> dict[int, _Span]:
     """The whole file, not synced; the span of each block by its number."""
     spans: dict[int, _Span] = {}
@@ -218,7 +218,7 @@ def _write_encoded(
     blocks: Sequence[Block],
     pool: ThreadPoolExecutor,
     threads: int,
-    make_digest: Digest,
+    make_digest: MakeDigest,
 ) -> Iterator[tuple[int, _Span]]:
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_chunk((blocks[part.members[0]].elements,))
@@ -259,7 +259,7 @@ def _write_raw(
     pieces: Sequence[tuple[int, int, Bytes]],
     pool: ThreadPoolExecutor,
     begin: Begin,
-    make_digest: Digest,
+    make_digest: MakeDigest,
 ) -> None:
     """Pieces are (offset in the file, number of the block, its bytes)."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -297,7 +297,7 @@ def _write_runs(
 
 
 def _write_run(
-    descriptor: int, make_digest: Digest, run: tuple[int, list[tuple[int, Bytes]]]
+    descriptor: int, make_digest: MakeDigest, run: tuple[int, list[tuple[int, Bytes]]]
 ) -> int:
     """Returns where in the file it ends."""
     offset, pieces = run

@@ -39,15 +39,6 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
-    """A snapshot that counts in memory. ``whole`` if it was the last that a checkpoint there was
-    waiting for; ``digests`` are as in ``Written``."""
-
-    whole: bool
-    digests: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """A committed checkpoint in numbers: step compared with; blocks in all, and written for it;
     bytes of the state, of those blocks, and as they are stored."""

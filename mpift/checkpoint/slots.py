@@ -15,7 +15,7 @@ from typing import Any
 
 from mpift import memory
 from mpift.checkpoint.group import Group, Seat
-from mpift.checkpoint.orders import Sealed, Written
+from mpift.checkpoint.orders import Written
 from mpift.checkpoint.ram import SLOTS, RamTier
 from mpift.checkpoint.saves import Capture
 from mpift.checkpoint.scribe import Scribe
@@ -152,9 +152,9 @@ class Slots:
             then("")
             return
 
-        def sealed(result: Sealed | None, error: str) -> None:
-            if result is not None:
-                self._snapshots.learn(capture.version, result.digests)
+        def sealed(digests: bytes | None, error: str) -> None:
+            if digests:
+                self._snapshots.learn(capture.version, digests)
             if error:
                 self._snapshots.doubt()
                 self.skip(capture.version)  # the others must not wait for it

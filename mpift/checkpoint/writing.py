@@ -26,7 +26,7 @@ from mpift.checkpoint.comparing import Committed, is_there
 from mpift.checkpoint.directory import Directory
 from mpift.checkpoint.durable import Disk, MemoryDisk, publish, publish_once
 from mpift.checkpoint.manifest import BlockFile, CommitRecord, Manifest, Stored
-from mpift.checkpoint.orders import Order, Sealed, Summary, Written
+from mpift.checkpoint.orders import Order, Summary, Written
 from mpift.checkpoint.part import Part, put_together
 from mpift.checkpoint.ram import part_path
 from mpift.errors import CheckpointDamagedError, CheckpointError
@@ -256,9 +256,10 @@ class Workshop:
 
     # -- the RAM tier ------------------------------------------------------------------------------
 
-    def seal(self, slot: Path, path: Path, job_name: str, unix_time: float) -> Sealed | None:
-        """Let this rank's arena count as part of a checkpoint in memory; None if it holds nothing.
-        Its files need no syncing: they don't outlast the memory.
+    def seal(self, slot: Path, path: Path, job_name: str, unix_time: float) -> bytes:
+        """Let this rank's arena count as part of a checkpoint in memory; the digests of its blocks,
+        as in ``Written``, or none if it holds nothing whole. Its files need no syncing: they don't
+        outlast the memory.
 
         Raises ``CheckpointError`` if it is not what the snapshot's digests were made of: blocks
         that did not change lie there for long.
@@ -266,10 +267,11 @@ class Workshop:
         arena = self._map(path)
         contents = arena.contents()
         if contents is None:
-            return None
+            return b""
         pieces = list(pieces_of(contents, arena.data, contents.ranges))
         digests = [digest(piece.data, piece.spec.dtype) for piece in pieces]
-        if arena.digests() not in (b"", _joined(digests)) and arena.version == contents.version:
+        joined = _joined(digests)
+        if arena.digests() not in (b"", joined) and arena.version == contents.version:
             raise CheckpointError(f"the memory of {path} is damaged")
         offset = arena.path.stat().st_size - arena.capacity
         file = BlockFile(arena.path.name, offset + arena.capacity)
@@ -278,7 +280,7 @@ class Workshop:
             stored.append(Stored(file.name, "", 0, offset, len(piece.data), found))
             offset += len(piece.data)
         if arena.version != contents.version:
-            return None
+            return b""
         self._sealed = (arena.path, contents.version, digests)
         own = sum(spec.block_count for spec in contents.own_specs)
         shared = len(stored) - own
@@ -286,23 +288,23 @@ class Workshop:
         memory = MemoryDisk()
         member = contents.origin.owners[contents.share]
         publish(memory, part_path(slot, member), part.encode())
-        whole = _seal_whole(memory, slot, contents, job_name, unix_time)
-        return Sealed(whole, _joined(digests))
+        _seal_whole(memory, slot, contents, job_name, unix_time)
+        return joined
 
 
 def _seal_whole(
     memory: MemoryDisk, slot: Path, contents: Contents, job_name: str, unix_time: float
-) -> bool:
+) -> None:
+    """If this was the last part that a checkpoint in memory was waiting for."""
     parts = [Part.decode(path.read_bytes()) for path in sorted(slot.glob("part-*.json"))]
     same = [p for p in parts if (p.version, p.origin) == (contents.version, contents.origin)]
     if len(same) < contents.local[1]:
-        return False
+        return
     made = put_together(same, job_name, unix_time)
     data = manifest.encode(made)
     publish(memory, slot / MANIFEST, data)
     record = CommitRecord(made.step, made.order, manifest.manifest_digest(data))
     publish(memory, slot / COMMIT, record.encode())
-    return True
 
 
 def _to_compare(pieces: Sequence[Piece], old: Committed | None, seed: int) -> list[str]:

@@ -36,9 +36,7 @@ class Tracebacks:
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
         self._first: dict[Text, int] = {}  # the rank whose traceback was shown
-        self._alike: dict[
-            int, list[int]
-        ] = {}  # to be told: that rank, and those that ended like it
+        self._alike: dict[int, list[int]] = {}  # to be told: those that ended like that rank
         self._tell_at = float("inf")
         self._repeated: set[int] = set()
         self._latest: list[str] = []
